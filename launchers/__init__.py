@@ -1,0 +1,1 @@
+"""Ways to start ranks. Standard library only: nothing here imports torch."""

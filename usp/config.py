@@ -1,0 +1,154 @@
+"""What the user asks for, checked where it is written down.
+
+Everything here is frozen and validated at construction, so the rest of the package never re-checks a degree.
+"""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Engine = Literal["usp", "yunchang", "xfuser"]
+Transport = Literal["auto", "all_to_all", "p2p"]
+
+ENGINES: tuple[Engine, ...] = ("usp", "yunchang", "xfuser")
+TRANSPORTS: tuple[Transport, ...] = ("auto", "all_to_all", "p2p")
+AXES = ("cfg", "ring", "gather_kv", "ulysses")  # outermost first; Ulysses ranks are neighbours
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How many ranks each axis takes; the product must be the world size.
+
+    `engine` names whose long-context attention runs: ours ("usp"), or that of an installed package.
+    `transport` names the collective under the exchanges: "auto" takes the faster one for each, the others
+    force one everywhere, for a backend whose all-to-all or point-to-point is broken. All ranks must hold an
+    equal config.
+    """
+
+    cfg_degree: int = 1
+    ring_degree: int = 1
+    gather_kv_degree: int = 1
+    ulysses_degree: int = 1
+    engine: Engine = "usp"
+    transport: Transport = "auto"
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            degree = self.degree(axis)
+            if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
+                raise ValueError(
+                    f"{axis}_degree={degree!r} was asked for; a degree is a whole number of ranks, 1 or "
+                    "more; "
+                    f"leave {axis}_degree out to get 1"
+                )
+        _check_choice("engine", self.engine, ENGINES)
+        _check_choice("transport", self.transport, TRANSPORTS)
+        if self.ring_degree > 1 and self.gather_kv_degree > 1:
+            raise ValueError(
+                f"ring_degree={self.ring_degree} with gather_kv_degree={self.gather_kv_degree}: both bring "
+                "the keys "
+                "of other ranks to the local queries; use one of them, with ulysses_degree for the rest"
+            )
+        if self.engine != "usp" and self.gather_kv_degree > 1:
+            raise ValueError(
+                f"gather_kv_degree={self.gather_kv_degree} with engine={self.engine!r}: {self.engine} has "
+                "Ulysses and "
+                "ring only; use ulysses_degree or ring_degree, or engine='usp'"
+            )
+
+    def degree(self, axis: str) -> int:
+        """The degree of one of AXES."""
+        return getattr(self, f"{axis}_degree")
+
+    @property
+    def sp_degree(self) -> int:
+        """Ranks that share one sequence."""
+        return self.ring_degree * self.gather_kv_degree * self.ulysses_degree
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that this config needs."""
+        return self.cfg_degree * self.sp_degree
+
+    def check_world(self, world_size: int) -> None:
+        """Raise ValueError unless the degrees multiply to `world_size`, naming the combinations that do."""
+        if self.world_size != world_size:
+            product = " x ".join(f"{axis} {self.degree(axis)}" for axis in AXES)
+            raise ValueError(
+                f"{product} = {self.world_size} ranks were asked for; {world_size} are running; "
+                f"use one of: {', '.join(spellings(world_size))}, or start {self.world_size} ranks"
+            )
+
+    def __str__(self) -> str:
+        axes = " ".join(f"{axis}{self.degree(axis)}" for axis in AXES if self.degree(axis) > 1)
+        return (axes or "one rank") + ("" if self.engine == "usp" else f" ({self.engine})")
+
+
+def parse_parallel(text: str) -> ParallelConfig:
+    """The config that "ulysses2 ring2" spells; words in any order, each an axis and a degree.
+
+    Raises ValueError for an unknown word or an axis named twice.
+    """
+    degrees: dict[str, int] = {}
+    for word in text.replace(",", " ").split():
+        match = re.fullmatch(
+            rf"({'|'.join(AXES)})[_=]?(-?\d+)", word.lower().replace("gather-kv", "gather_kv")
+        )
+        if match is None or match[1] in degrees:
+            raise ValueError(
+                f"parallel={text!r}: {word!r} is {'given twice' if match else 'not an axis and a degree'}; "
+                f"write 'auto' or words such as 'ulysses2 ring2' from the axes {', '.join(AXES)}"
+            )
+        degrees[match[1]] = int(match[2])
+    if not degrees:
+        raise ValueError(f"parallel={text!r} names no axis; write 'auto' or words such as 'ulysses2 ring2'")
+    return replace(ParallelConfig(), **{f"{axis}_degree": degree for axis, degree in degrees.items()})
+
+
+def auto_parallel(world_size: int, heads: int | None = None) -> ParallelConfig:
+    """The config for `world_size` ranks when the user leaves it to us.
+
+    gather-KV at 2 ranks, where it moves the same bytes as Ulysses in one exchange instead of two, and
+    wherever the heads do not divide evenly; else Ulysses, whose bytes per rank fall with the degree while
+    gather-KV's do not.
+    """
+    if world_size == 1:
+        return ParallelConfig()
+    if world_size == 2 or (heads or world_size) % world_size:
+        return ParallelConfig(gather_kv_degree=world_size)
+    return ParallelConfig(ulysses_degree=world_size)
+
+
+def resolve_parallel(
+    parallel: "ParallelConfig | str", world_size: int, *, heads: int | None = None
+) -> ParallelConfig:
+    """The config that fits `world_size`; `parallel` is "auto", a spelling, or a config. `heads` guides
+    "auto".
+
+    Raises ValueError when it does not fit, before anything is loaded.
+    """
+    if isinstance(parallel, str):
+        auto = parallel.strip().lower() == "auto"
+        parallel = auto_parallel(world_size, heads) if auto else parse_parallel(parallel)
+    parallel.check_world(world_size)
+    return parallel
+
+
+def spellings(world_size: int) -> list[str]:
+    """Every spelling whose degrees multiply to `world_size`, single axes first."""
+    found = []
+    for ulysses in range(world_size, 0, -1):
+        if world_size % ulysses:
+            continue
+        rest = world_size // ulysses
+        if rest == 1:
+            found.append(f"'ulysses{ulysses}'")
+        else:
+            prefix = f"ulysses{ulysses} " if ulysses > 1 else ""
+            found += [f"'{prefix}ring{rest}'", f"'{prefix}gather_kv{rest}'"]
+    return found
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is not known; use one of {', '.join(choices)}")
