@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 GRACE_S = 3.0  # for `finally` blocks, once a rank knows that it must stop
-LOOK_S = 3.0  # for the first error to show up in the store, once contact is lost
+LOOK_S = 1.5  # for the first error to show up in the store, once contact is lost
 WATCH_S = 0.2
 AFTER_FIRST_S = 0.5  # so that a launcher, too, sees the first rank go first
 
@@ -46,6 +46,12 @@ LOST_CONTACT = (
 
 class _Told(BaseException):
     """Raised in the main thread when SIGTERM, or the failure of another rank, tells this rank to stop."""
+
+    code = 1
+
+
+class _Terminated(_Told):
+    code = 128 + signal.SIGTERM
 
 
 class _First(TypedDict):
@@ -109,7 +115,9 @@ class _Ending:
         self.key = world.next_key("ending")
         self.deadline = math.inf  # the watcher ends the process then, whatever the main thread does
         self.told = False  # the main thread has been told to stop, or is stopping
+        self.interrupted = False  # Ctrl-C has arrived, whether or not the main thread could take it
         self.woken = False  # it was told by the watcher, not by a signal from outside
+        self.heard: _First | None = None  # kept, for the store may go with the rank that serves it
         self.leaving = threading.Event()
         self.speaking = threading.Lock()  # taken by the thread that ends the process, never given back
         self.wake, self.wake_up = socket.socketpair()
@@ -167,12 +175,16 @@ class _Ending:
             raise KeyboardInterrupt
         if self.woken:
             raise _Told("lost contact with another rank (its error or the store that all share is gone)")
-        raise _Told("told to stop (SIGTERM), which a launcher does when it lost contact with another rank")
+        raise _Terminated(
+            "told to stop (SIGTERM), which a launcher does when it lost contact with another rank"
+        )
 
     def _watch(self) -> None:
         """In a thread: notice signals and other ranks' errors while the main thread sits in a collective."""
         while not self.leaving.is_set():
-            if select.select([self.wake], [], [], WATCH_S)[0] and any(self.wake.recv(64)):
+            numbers = self.wake.recv(64) if select.select([self.wake], [], [], WATCH_S)[0] else b""
+            if any(numbers):
+                self.interrupted = self.interrupted or signal.SIGINT in numbers
                 self.deadline = min(self.deadline, time.monotonic() + GRACE_S)
             if not self.told and not self.woken and self._others_failed():
                 self.woken = True
@@ -182,11 +194,14 @@ class _Ending:
                 self._end_for_main()
 
     def _end_for_main(self) -> NoReturn:
-        first = self._look(0.0)
+        first = self._publish(KeyboardInterrupt(), lost=False) if self.interrupted else self._look(0.0)
         if first and first["rank"] != self.world.rank and first["how"] != "lost contact":
             self._end_after(first, 1)
-        reason = "told to stop; its main thread is stuck, in a collective or in foreign code"
-        self._end(f"{self.name} stops{_at(self.where)}: {reason}", 1)
+        did = "was interrupted" if self.interrupted else "stops"
+        stuck = "told to stop while its main thread is stuck, in a collective or in foreign code"
+        self._end(
+            f"{self.name} {did}{_at(self.where)}: {stuck}", 128 + signal.SIGINT if self.interrupted else 1
+        )
 
     def _stop_watching(self) -> None:
         self.leaving.set()
@@ -196,15 +211,20 @@ class _Ending:
 
     def _others_failed(self) -> bool:
         try:
-            return self.store.check([f"{self.key}/first"])
+            if not self.store.check([f"{self.key}/first"]):
+                return False
+            self.heard = json.loads(self.store.get(f"{self.key}/first"))
         except RuntimeError:
             return not self.leaving.is_set()  # whoever served the store is gone
+        return True
 
     def _look(self, limit_s: float) -> _First | None:
         """Return the first error if the store has one within `limit_s` seconds."""
         key = f"{self.key}/first"
         try:
-            return json.loads(self.store.get(key)) if poll(lambda: self.store.check([key]), limit_s) else None
+            if self.heard is None and poll(lambda: self.store.check([key]), limit_s):
+                self.heard = json.loads(self.store.get(key))
+            return self.heard
         except RuntimeError:
             return None
 
@@ -245,7 +265,7 @@ class _Ending:
         try:
             self.store.add(heard, 1)
             if self.world.serves:
-                poll(lambda: self.store.add(heard, 0) >= self.world.world_size, GRACE_S)
+                poll(lambda: self.store.add(heard, 0) >= self.world.world_size, GRACE_S + 1.0)
         except RuntimeError:
             return  # the store is gone: nobody is left to hear
 
@@ -297,6 +317,8 @@ def _trace(error: BaseException) -> str:
 def _exit_code(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT
+    if isinstance(error, _Told):
+        return error.code
     return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
 
 

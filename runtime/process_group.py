@@ -160,7 +160,7 @@ def _adopt(device: Device, env: RankEnv, backend: str | None, timeout_s: float) 
         notes=("the process group was made by the caller",),
     )
     if world.world_size > 1:
-        world.store = _callers_store(world)
+        world.store = _callers_store(world.rank)
     return world
 
 
@@ -170,23 +170,19 @@ def _backend_of(device: Device) -> str:
     return parts.get(device.kind, dist.get_backend())
 
 
-def _callers_store(world: World) -> Store:
-    """A place of our own in the store of the caller's group, on a connection of our own where torch can.
-
-    Its name is drawn by rank 0, so that several worlds over one group do not meet old keys.
-    """
+def _callers_store(rank: int) -> Store:
+    """A place of our own in the store of the caller's group, on a connection of our own where torch can."""
     store = dist.distributed_c10d._get_default_store()
-    box = [f"{os.getpid()}-{os.urandom(6).hex()}"]
-    dist.broadcast_object_list(box, src=0, device=world.device.torch_device)
     clone = getattr(store, "clone", None)  # not in every torch, nor for every store
-    return _under(f"world-{box[0]}", clone() if clone else store)
+    store = clone() if clone else store
+    return _under(_fresh_prefix(store, "runtime", rank), store)
 
 
 def _stores(env: RankEnv, timeout_s: float) -> tuple[Store, Store]:
     """Connect to the launcher's store twice: for us, and for the group, which may block its connection.
 
     The server is torchrun's agent where it offers one, else this process on rank 0. Keys are kept apart by
-    restart and by how often this rank has joined: some backends hang on the keys of an earlier group.
+    restart and by use: some backends hang on the keys of an earlier group.
     """
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
@@ -216,14 +212,17 @@ def _stores(env: RankEnv, timeout_s: float) -> tuple[Store, Store]:
             f"rank {env.rank} could not {'serve' if serve else 'reach'} the store at {host}:{port} "
             f"({str(error).splitlines()[0]}); check it, or start with usprun, which picks a free port"
         ) from error
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    turn = ours.add(f"runtime/{attempt}/turn/{env.rank}", 1)
-    prefix = f"runtime/{attempt}/{turn}"
+    prefix = _fresh_prefix(ours, f"runtime/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", env.rank)
     return _under(prefix, ours), _under(f"{prefix}/group", groups)
 
 
 def _serves_store(env: RankEnv) -> bool:
     return env.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def _fresh_prefix(store: Store, name: str, rank: int) -> str:
+    """A prefix for keys that no earlier `connect` over this store used; the same on all ranks, which count alike."""
+    return f"{name}/{store.add(f'{name}/turn/{rank}', 1)}"
 
 
 def _under(prefix: str, store: Store) -> Store:

@@ -31,7 +31,7 @@ def check_collectives(world: World, *, limit_s: float = LIMIT_S) -> None:
     verdicts = gather_text(world, key, fault, "self-test", 5 * limit_s)
     faults = [f"{v} on rank {rank}" for rank, v in enumerate(verdicts) if v]
     if faults:
-        more = f" (and {len(faults) - 1} other ranks)" if len(faults) > 1 else ""
+        more = f" and {len(faults) - 1} more" if len(faults) > 1 else ""
         raise RuntimeError(
             f"self-test: {faults[0]}{more}; "
             f"{world.backend} on {world.device.kind} with torch {torch.__version__} cannot be trusted here; "
@@ -40,17 +40,22 @@ def check_collectives(world: World, *, limit_s: float = LIMIT_S) -> None:
 
 
 def _first_fault(world: World, limit_s: float) -> str:
-    """Run the cases in order; say in words what the first bad one did, or return ""."""
-    for name, received, expected, start in _cases(world):
-        try:
-            for work in start():
-                _finish(work, limit_s, in_host=world.backend == "gloo")
-            got = received.tolist()
-        except (RuntimeError, ValueError, TypeError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            return f"{name} over {world.backend} failed ({reason})"
-        if got != expected:
-            return f"{name} over {world.backend} gave wrong numbers: expected {expected}, got {got}"
+    """Run all cases in order, also after a bad one, as the other ranks do; say what the first bad one did, or ""."""
+    faults = [fault for case in _cases(world) if (fault := _fault(world, case, limit_s))]
+    return faults[0] if faults else ""
+
+
+def _fault(world: World, case: Case, limit_s: float) -> str:
+    name, received, expected, start = case
+    try:
+        for work in start():
+            _finish(work, limit_s, in_host=world.backend == "gloo")
+        got = received.tolist()
+    except (RuntimeError, ValueError, TypeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return f"{name} over {world.backend} failed ({reason})"
+    if got != expected:
+        return f"{name} over {world.backend} gave wrong numbers: expected {expected}, got {got}"
     return ""
 
 

@@ -19,7 +19,7 @@ from usp import comm
 from usp.attention import SequenceAttention
 from usp.layout import Split, split_sizes
 from usp.mesh import Group
-from usp.plan import GatherOutput, SharedAttention, ShardPlan, SplitInput, SplitOutput
+from usp.plan import GatherOutput, ShardPlan, SharedAttention, SplitInput, SplitOutput
 
 
 def sharded(model: nn.Module, plan: ShardPlan, attention: SequenceAttention) -> "Sharded":

@@ -158,7 +158,8 @@ def exchange(
     Both are 1-D and contiguous, sizes in elements, one per rank. "seq_to_heads" and "heads_to_seq" ride on
     one all-to-all, the ring on point-to-point, unless the group's transport forces one.
     """
-    assert send.is_contiguous() and receive.is_contiguous(), f"{name}: messages must be contiguous"
+    assert send.is_contiguous(), f"{name}: the message must be contiguous"
+    assert receive.is_contiguous(), f"{name}: the room for the message must be contiguous"
     assert len(send_sizes) == len(receive_sizes) == group.size, f"{name}: one size per rank of the group"
     assert send.numel() == sum(send_sizes), (
         f"{name}: {send.numel()} elements to send, sizes say {sum(send_sizes)}"

@@ -134,6 +134,36 @@ def resolve_parallel(
     return parallel
 
 
+def choose_parallel(
+    parallel: str, attention: str | None, transport: str, world_size: int, *, heads: int | None = None
+) -> ParallelConfig:
+    """The config that the command line's words mean together.
+
+    `attention` names one axis that takes all ranks ("ulysses", "gather-kv", "ring"), or an engine, whose
+    degrees `parallel` spells (Ulysses on all ranks by default). None leaves it to `parallel`. Raises
+    ValueError if the two contradict each other, or do not fit `world_size`.
+    """
+    auto = parallel.strip().lower() == "auto"
+    name = (attention or "auto").lower().replace("-", "_")
+    if name in ("auto", "usp"):
+        config = resolve_parallel(parallel, world_size, heads=heads)
+    elif name in AXES and name != "cfg":
+        if not auto:
+            raise ValueError(
+                f"attention={attention!r} gives all ranks to one axis, and parallel={parallel!r} spells "
+                "the axes; "
+                "give one of the two"
+            )
+        config = replace(ParallelConfig(), **{f"{name}_degree": world_size})
+    elif name in ENGINES:
+        config = ParallelConfig(ulysses_degree=world_size) if auto else resolve_parallel(parallel, world_size)
+        config = replace(config, engine=name)
+    else:
+        known = ("auto", "ulysses", "gather-kv", "ring", *ENGINES)
+        raise ValueError(f"attention={attention!r} is not known; use one of {', '.join(known)}")
+    return replace(config, transport=transport)
+
+
 def spellings(world_size: int) -> list[str]:
     """Every spelling whose degrees multiply to `world_size`, single axes first."""
     found = []

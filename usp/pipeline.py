@@ -95,6 +95,7 @@ class ParallelPipeline:
     def __call__(self, *args: Any, seed: int | None = None, **kwargs: Any) -> Any:
         """The pipeline's result, on every rank.
 
+        `output_type` may differ by rank: with "latent" a rank leaves decoding to another.
         `seed` (None or -1: rank 0 draws one) seeds the noise when no `generator` is given. Generators take
         rank 0's state and are advanced. Collective. Raises ValueError, on all ranks, if ranks pass different
         arguments; RuntimeError once closed, or after a call that failed between steps, since the ranks may
@@ -253,6 +254,7 @@ class ParallelPipeline:
         return rows
 
 
+MAY_DIFFER = ("generator", "output_type")  # the first is made alike; a rank may leave decoding to another
 OWN_ATTRIBUTES = frozenset(
     (
         *("pipeline", "step", "report", "parallel", "world"),
@@ -337,7 +339,7 @@ def _describe(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, dict):
-        return {str(k): _describe(v) for k, v in value.items() if k != "generator"}
+        return {str(k): _describe(v) for k, v in value.items() if k not in MAY_DIFFER}
     if isinstance(value, (list, tuple)):
         return [_describe(item) for item in value]
     if isinstance(value, torch.Tensor):

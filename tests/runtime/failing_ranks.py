@@ -1,4 +1,4 @@
-"""A program for torchrun whose ranks fail as told: `failing_ranks.py FOLDER SCENARIO`. Used by test_ending.py."""
+"""A program for torchrun whose ranks fail as told: `failing_ranks.py FOLDER SCENARIO`."""
 
 import ctypes
 import sys
@@ -16,7 +16,7 @@ from tests.runtime.processes import mark
 def main(folder: Path, scenario: str) -> None:
     step = 0
     with connect(Device("cpu")) as world, ending_together(world, lambda: f"step {step}"):
-        for step in range(1, 4):
+        for step in range(1, 4):  # noqa: B007 (read by the lambda)
             dist.all_reduce(torch.ones(4))
         mark(folder, world.rank)
         if scenario == "rank 1 raises" and world.rank == 1:

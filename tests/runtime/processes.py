@@ -1,4 +1,4 @@
-"""Ranks as real processes: forked without a launcher (0.3 s), or under torchrun; nothing outlives a time limit."""
+"""Ranks as real processes: forked without a launcher (0.3 s), or under torchrun; none outlives its test."""
 
 import multiprocessing
 import os
@@ -20,7 +20,7 @@ LIMIT_S = 60.0
 
 
 class Ended(NamedTuple):
-    """What is left of a run: exit code, what it wrote to stderr (and stdout), and how long it took after `mark`."""
+    """What is left of a run: exit code, what it wrote, and the seconds since it began or was struck."""
 
     code: int | None
     text: str
@@ -34,25 +34,31 @@ def free_port() -> int:
 
 
 def fork_ranks(
-    size: int, function: Callable[..., None], folder: Path, *args: object, kill: int | None = None
+    size: int,
+    function: Callable[..., None],
+    folder: Path,
+    *args: object,
+    signals: dict[int, int] | None = None,
 ) -> list[Ended]:
-    """Run `function(*args)` in `size` forked ranks with torchrun's variables, but no torchrun; results by rank.
+    """Run `function(*args)` in `size` forked ranks with torchrun's variables but no torchrun.
 
-    `kill` is a rank that gets SIGKILL once it has called `mark`.
+    `signals` are sent to those ranks once all have called `mark`.
     """
     context = multiprocessing.get_context("fork")
     port = free_port()
     ranks = [
-        context.Process(target=_forked, args=(rank, size, port, function, folder, args)) for rank in range(size)
+        context.Process(target=_forked, args=(rank, size, port, function, folder, args))
+        for rank in range(size)
     ]
     begin = time.monotonic()
     for process in ranks:
         process.start()
     try:
-        if kill is not None:
+        if signals:
             wait_for_marks(folder, size)
             begin = time.monotonic()
-            ranks[kill].kill()
+            for rank, number in signals.items():
+                os.kill(ranks[rank].pid or 0, number)
         for process in ranks:
             process.join(max(0.1, begin + LIMIT_S - time.monotonic()))
         taken = time.monotonic() - begin
@@ -117,7 +123,12 @@ def torchrun(size: int, script: Path, folder: Path, *args: str) -> Iterator[subp
     command += [f"--nproc-per-node={size}", str(script), str(folder), *args]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     launcher = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environ,
+        start_new_session=True,
     )
     try:
         yield launcher

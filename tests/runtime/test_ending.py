@@ -19,7 +19,9 @@ SCRIPT = Path(__file__).with_name("failing_ranks.py")
 BOUND_S = 10.0
 
 
-def run_failing(folder: Path, size: int, scenario: str, kill: int | None = None, interrupt: bool = False) -> str:
+def run_failing(
+    folder: Path, size: int, scenario: str, kill: int | None = None, interrupt: bool = False
+) -> str:
     """Run a scenario under torchrun; check time, exit code and orphans; return all it printed."""
     with torchrun(size, SCRIPT, folder, scenario) as launcher:
         pids = wait_for_marks(folder, size)
@@ -37,7 +39,7 @@ def run_failing(folder: Path, size: int, scenario: str, kill: int | None = None,
 
 
 def test_b07_an_error_on_one_rank_ends_ranks_that_sit_in_a_collective(tmp_path):
-    """Rank 1 of 3 raises: its traceback and step are printed once, the others name it, nothing is left running."""
+    """Rank 1 of 3 raises: its traceback and step are printed once, the others name it, none is left."""
     text = run_failing(tmp_path, 3, "rank 1 raises")
     assert "rank 1 failed at step 3: ValueError: no such frame" in text
     for rank in (0, 2):
@@ -47,7 +49,7 @@ def test_b07_an_error_on_one_rank_ends_ranks_that_sit_in_a_collective(tmp_path):
 
 
 def test_b07_an_error_on_rank_0_ends_a_rank_that_is_in_no_collective(tmp_path):
-    """Rank 0 of 2 raises while rank 1 sleeps: rank 1 is woken, runs its `finally`, and names rank 0's error."""
+    """Rank 0 of 2 raises while rank 1 sleeps: rank 1 wakes, runs its `finally`, and names the error."""
     text = run_failing(tmp_path, 2, "rank 0 raises")
     assert "rank 0 failed at step 3: ValueError: no such frame" in text
     assert "rank 1 stops: rank 0 failed first at step 3: ValueError: no such frame" in text
@@ -63,10 +65,42 @@ def test_b07_a_killed_rank_ends_the_others(tmp_path):
 
 
 def test_b07_ctrl_c_ends_all_ranks_though_one_is_stuck(tmp_path):
-    """SIGINT to torchrun while rank 0 is in a collective and rank 1 in foreign code: gone in time, and told why."""
+    """SIGINT to torchrun; rank 0 is in a collective, rank 1 in foreign code: gone in time, told why."""
     text = run_failing(tmp_path, 2, "stuck", interrupt=True)
-    assert "rank 1 stops at step 3: told to stop; its main thread is stuck" in text
-    print(text)
+    first = (
+        0 if "rank 0 was interrupted at step 3: told to stop while its main thread is stuck" in text else 1
+    )
+    assert f"rank {first} was interrupted at step 3: told to stop while its main thread is stuck" in text
+    assert f"rank {1 - first} stops: rank {first} was interrupted first at step 3: Ctrl-C" in text
+
+
+def _loop(folder: Path) -> None:
+    with connect(Device("cpu")) as world, ending_together(world, lambda: "step 7"):
+        dist.all_reduce(torch.ones(4))
+        mark(folder, world.rank)
+        while True:
+            dist.all_reduce(torch.ones(4))
+
+
+def test_b07_ctrl_c_reaches_all_ranks_at_once(tmp_path):
+    """SIGINT to both ranks amid collectives: exit code 130 from the first, no traceback from either."""
+    both = fork_ranks(2, _loop, tmp_path, tmp_path, signals={0: signal.SIGINT, 1: signal.SIGINT})
+    said = [f"rank {rank} was interrupted at step 7: Ctrl-C" in end.text for rank, end in enumerate(both)]
+    first = said.index(True)
+    assert both[first].code == 130
+    other = both[1 - first]
+    assert f"rank {1 - first} stops: rank {first} was interrupted first at step 7: Ctrl-C" in other.text
+    assert other.code != 0
+    assert not any("Traceback" in end.text for end in both)
+
+
+def test_b07_sigterm_is_honoured(tmp_path):
+    """SIGTERM to one rank alone ends both, each with its step."""
+    zero, one = fork_ranks(2, _loop, tmp_path, tmp_path, signals={1: signal.SIGTERM})
+    assert (zero.code, one.code) == (1, 143)
+    assert zero.seconds < BOUND_S
+    assert "rank 1 stops at step 7: told to stop (SIGTERM)" in one.text
+    assert "rank 0 stops at step 7: lost contact with another rank" in zero.text
 
 
 def _raise_without_launcher(folder: Path) -> None:
@@ -88,11 +122,27 @@ def test_b07_ranks_end_together_without_a_launcher(tmp_path):
 
 def test_b07_the_rank_that_serves_the_store_is_killed(tmp_path):
     """Without a launcher rank 0 serves the store; when it is killed rank 1 sees the store go and ends."""
-    zero, one = fork_ranks(2, _sleep_at_step_7, tmp_path, tmp_path, kill=0)
+    zero, one = fork_ranks(2, _sleep_at_step_7, tmp_path, tmp_path, signals={0: signal.SIGKILL})
     assert zero.code == -signal.SIGKILL
     assert one.code == 1
     assert one.seconds < BOUND_S
     assert "rank 1 stops at step 7: lost contact with another rank" in one.text
+
+
+def _server_raises(folder: Path) -> None:
+    with connect(Device("cpu")) as world, ending_together(world, lambda: "step 7"):
+        dist.all_reduce(torch.ones(4))
+        if world.rank == 0:
+            raise KeyError("scheduler")
+        dist.all_reduce(torch.ones(4))
+
+
+def test_b07_the_rank_that_serves_the_store_raises(tmp_path):
+    """It stays until rank 1, which waits for it in a collective, has heard why."""
+    zero, one = fork_ranks(2, _server_raises, tmp_path, tmp_path)
+    assert (zero.code, one.code) == (1, 1)
+    assert zero.seconds < BOUND_S
+    assert "rank 1 stops: rank 0 failed first at step 7: KeyError: 'scheduler'" in one.text
 
 
 def _sleep_at_step_7(folder: Path) -> None:
@@ -122,7 +172,7 @@ def _exit_with(code: int | str | None) -> None:
 
 @pytest.mark.parametrize(("code", "said"), [(3, "exit code 3"), ("no such model", "no such model")])
 def test_a_bad_exit_on_one_rank_ends_all(tmp_path, code, said):
-    """sys.exit(3) and sys.exit("words") on rank 0 are failures: all ranks end non-zero, without a traceback."""
+    """sys.exit(3) and sys.exit("words") on rank 0 are failures: all end non-zero, with no traceback."""
     zero, one = fork_ranks(2, _exit_with, tmp_path, code)
     assert zero.code == (3 if code == 3 else 1)
     assert f"rank 0 failed: {said}" in zero.text
@@ -199,7 +249,10 @@ def test_a_lone_rank_says_where_it_failed(capsys):
 
 def test_a_lone_rank_is_interrupted(capsys):
     """World 1: Ctrl-C gives one line and exit code 130."""
-    with pytest.raises(SystemExit) as caught, ending_together(World(0, 1, 0, Device("cpu")), lambda: "step 2"):
+    with (
+        pytest.raises(SystemExit) as caught,
+        ending_together(World(0, 1, 0, Device("cpu")), lambda: "step 2"),
+    ):
         raise KeyboardInterrupt
     assert caught.value.code == 130
     assert capsys.readouterr().err == "interrupted at step 2: Ctrl-C\n"

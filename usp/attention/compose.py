@@ -15,7 +15,8 @@ from usp.attention.ulysses import ulysses
 from usp.layout import Split, offsets
 from usp.mesh import Groups
 
-External = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float | None], torch.Tensor]
+# q, k, v (this rank's shares, BSHD), the split table, the softmax scale
+External = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Split, float | None], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class SequenceAttention:
                 raise ValueError(
                     "an attention mask was given; the external engines drop masks; use engine='usp'"
                 )
-            return self.external(q_BSHD, k_BSHD, v_BSHD, scale)
+            return self.external(q_BSHD, k_BSHD, v_BSHD, split, scale)
         mask = self._whole_mask(mask, split, q_BSHD)
         members = split.sizes[groups.sp.rank - groups.ulysses.rank :][: groups.ulysses.size]
         inner: Attention

@@ -61,7 +61,7 @@ class Kernel:
         if mask is not None and not self.takes_mask:
             return "takes no mask"
         if q.shape[-1] % self.head_dims or q.shape[-1] > self.max_head_dim:
-            return f"takes head dims up to {self.max_head_dim} in multiples of {self.head_dims}, not {q.shape[-1]}"
+            return f"takes head dims to {self.max_head_dim} in steps of {self.head_dims}, not {q.shape[-1]}"
         return None
 
 

@@ -81,7 +81,8 @@ class MergedAttention:
 
     def result(self) -> torch.Tensor:
         """The merged attention, fp32."""
-        assert self._sum is not None and self._weight is not None, "no block was added"
+        assert self._sum is not None, "no block was added"
+        assert self._weight is not None, "every block brings its weight"
         return self._sum / _per_row(self._weight.masked_fill(self._weight == 0, 1))
 
 

@@ -1,4 +1,4 @@
-"""The bundled demo: a tiny Wan text-to-video pipeline, trained on moving shapes by `python -m usp.demo.train`.
+"""The bundled demo: a tiny Wan text-to-video pipeline, trained on moving shapes by `usp.demo.train`.
 
 Importing this package imports neither torch nor diffusers.
 """
@@ -14,7 +14,7 @@ MODEL_DIR = Path(__file__).parent / "model"
 
 @dataclass(frozen=True, kw_only=True)
 class Defaults:
-    """The call arguments that the bundled model was trained and measured with; `fps` is for writing the film."""
+    """The call arguments that the bundled model was measured with; `fps` is for writing the film."""
 
     prompt: str = "a red circle moving right on a blue background"
     height: int = 112

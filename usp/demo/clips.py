@@ -1,7 +1,7 @@
 """Synthetic clips and their captions: what the demo model learns from and is measured on.
 
-A clip is one shape of one colour that moves in one direction over a plain background. `render` draws it, `captions`
-words it, `HELD_OUT` names the combinations that training never sees.
+A clip is one shape of one colour that moves in one direction over a plain background. `render` draws it,
+`captions` words it, `HELD_OUT` names the combinations that training never sees.
 """
 
 import random
@@ -94,7 +94,7 @@ class Clip:
 
 
 def combinations() -> list[tuple[str, str, str, str]]:
-    """Every (colour, shape, direction, background) that can be seen: shape and background differ in colour."""
+    """Every (colour, shape, direction, background) whose shape and background differ in colour."""
     return [
         (colour, shape, direction, background)
         for colour in COLOURS
@@ -134,7 +134,7 @@ def draw_clip(rng: random.Random, combination: tuple[str, str, str, str] | None 
 
 
 def render(clip: Clip) -> np.ndarray:
-    """The clip's frames, float32 in 0..1, (NUM_FRAMES, SIDE, SIDE, 3): antialiased, softly lit, a slight vignette."""
+    """The clip's frames, float32 in 0..1, (NUM_FRAMES, SIDE, SIDE, 3): antialiased and softly lit."""
     grid = np.arange(SIDE, dtype=np.float32) + 0.5
     time = np.linspace(0.0, clip.travel, NUM_FRAMES, dtype=np.float32)
     dx, dy = DIRECTIONS[clip.direction]

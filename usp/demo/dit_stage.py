@@ -70,7 +70,7 @@ class PlainAttention:
 
 
 class Denoiser(nn.Module):
-    """The two modules that are trained together; `forward` builds the prompt's embedding as WanPipeline does."""
+    """The two modules trained together; `forward` builds the prompt's embedding as WanPipeline does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Denoiser(nn.Module):
 
 
 def encode_clips(vae: AutoencoderKLWan, run: training.StageRun) -> tuple[list[clips.Clip], torch.Tensor]:
-    """`CLIPS` training clips, all seen combinations equally often, and their latents; latents are kept on disk."""
+    """`CLIPS` training clips, all seen combinations equally often, and their latents, kept on disk."""
     seen = clips.seen_combinations()
     drawn = [clips.draw_clip(random.Random(f"dit-{run.seed}-{i}"), seen[i % len(seen)]) for i in range(CLIPS)]
     path = run.work / "latents.pt"
@@ -162,7 +162,7 @@ def trained_pipeline(work: Path) -> WanPipeline:
 
 
 def generate(pipeline: WanPipeline, prompts: list[str], *, seed: int = 0, **overrides: object) -> list:
-    """One clip in 0..1 (17, 112, 112, 3) per prompt, at the demo's defaults; prompt i starts from seed + i."""
+    """One clip in 0..1 (17, 112, 112, 3) per prompt, at the demo's defaults; prompt i has seed `seed` + i."""
     pipeline.set_progress_bar_config(disable=True)
     arguments = {
         "height": DEFAULTS.height,
@@ -182,7 +182,7 @@ def _rotate(x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 
 
 def _report(run: training.StageRun, step: int) -> None:
-    """Generate clips of seen and held-out combinations, print how many follow their prompt, write pictures."""
+    """Generate seen and held-out combinations, print how many follow their prompt, write pictures."""
     pipeline = trained_pipeline(run.work)
     seen = random.Random(1).sample(clips.seen_combinations(), 12)
     for kind, combinations in (("seen", seen), ("held_out", list(clips.HELD_OUT[::2][:12]))):

@@ -16,7 +16,7 @@ FLOW_SHIFT = 3.0
 def build_pipeline(
     vae: AutoencoderKLWan, transformer: WanTransformer3DModel, text_encoder: UMT5EncoderModel
 ) -> WanPipeline:
-    """The parts as one pipeline, with the demo's tokenizer and the scheduler that Wan's own repositories use."""
+    """The parts as one pipeline, with the demo's tokenizer and the scheduler of Wan's own repositories."""
     scheduler = UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=FLOW_SHIFT
     )
@@ -51,7 +51,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 def _name_tokenizer_class(folder: Path) -> None:
-    """Name the tokenizer's class as transformers 4 and 5 both know it; version 5 alone writes a newer name."""
+    """Name the tokenizer's class as transformers 4 and 5 both know it; version 5 writes a newer name."""
     index_path, config_path = folder / "model_index.json", folder / "tokenizer" / "tokenizer_config.json"
     index, config = (json.loads(path.read_text()) for path in (index_path, config_path))
     index["tokenizer"] = ["transformers", "PreTrainedTokenizerFast"]

@@ -1,4 +1,4 @@
-"""What a clip shows, from its pixels alone: colours, direction and shape. Plain numpy; knows nothing of models.
+"""What a clip shows, from its pixels alone: colours, direction and shape. Plain numpy, no model.
 
 Every function takes frames (frames, height, width, 3) of floats in 0..1.
 """
@@ -48,14 +48,20 @@ def direction_name(frames: np.ndarray) -> str | None:
 
 
 def shape_name(frames: np.ndarray) -> str | None:
-    """Circle, square or triangle by how much of its bounding box the shape fills, or None if there is no shape.
+    """Circle, square or triangle, by how much of its bounding box the shape fills, or None without a shape.
 
-    The median over frames is compared with pi / 4, 1 and 1 / 2.
+    The median over frames is compared with pi / 4, 1 and 0.58 (a triangle of few pixels fills more than half).
     """
-    fills = [_fill(mask) for mask in shape_mask(frames) if mask.sum() >= LEAST_PIXELS]
+    mask = shape_mask(frames)
+    if mask.sum() < LEAST_PIXELS * len(frames):
+        return None
+    ground = _border_colour(frames)
+    towards = np.median(frames[mask], axis=0) - ground
+    inner = (frames - ground) @ towards / (towards @ towards) > 0.5  # more than half covered by the shape
+    fills = [_fill(frame) for frame in inner if frame.sum() >= LEAST_PIXELS]
     if len(fills) < len(frames) // 2:
         return None
-    ideal = {"circle": np.pi / 4, "square": 1.0, "triangle": 0.5}
+    ideal = {"circle": np.pi / 4, "square": 1.0, "triangle": 0.58}
     fill = np.median(fills)
     return min(ideal, key=lambda name: abs(ideal[name] - fill))
 
@@ -105,7 +111,7 @@ def _centroid(mask: np.ndarray) -> np.ndarray | None:
 
 
 def _fill(mask: np.ndarray) -> float:
-    """The filled share of the bounding box of a (height, width) mask; rows and columns with a stray pixel or two don't count."""
+    """The filled share of the bounding box of a (height, width) mask, whose sides hold 3 pixels or more."""
     rows, columns = np.flatnonzero(mask.sum(axis=1) > 2), np.flatnonzero(mask.sum(axis=0) > 2)
     if not len(rows) or not len(columns):
         return 0.0

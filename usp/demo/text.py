@@ -11,7 +11,7 @@ TEXT_DIM = 64
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of whole lower-case words that ends each text with `</s>`; any other word becomes `<unk>`."""
+    """A tokenizer of whole lower-case words that ends a text with `</s>`; other words become `<unk>`."""
     vocabulary = {word: i for i, word in enumerate((PAD, EOS, UNKNOWN, *WORDS))}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.Sequence(

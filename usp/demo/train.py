@@ -1,7 +1,7 @@
 """Train the bundled demo model from nothing: `python -m usp.demo.train --work DIR --out usp/demo/model`.
 
-Three stages, each resuming from its checkpoint in the work folder: `vae` (clips to latents and back), `dit` (text to
-latents), `export` (the diffusers folder). One core needs about an hour and a half.
+Three stages, each resuming from its checkpoint in the work folder: `vae` (clips to latents and back), `dit`
+(text to latents), `export` (the diffusers folder). One core needs about an hour and a half.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from usp.demo.export import export
 from usp.demo.training import StageRun
 
 STAGES = ("vae", "dit", "export")
-VAE_STEPS, DIT_STEPS = 4800, 6500
+VAE_STEPS, DIT_STEPS = 4800, 5200
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What both training stages share: settings of a stage, schedule, moving average, checkpoints, progress, pictures."""
+"""What both training stages share: schedule, optimizers, moving average, checkpoints, progress, pictures."""
 
 import os
 import time
@@ -29,7 +29,7 @@ class StageRun:
 
 
 def learning_rate_factor(step: int, steps: int, *, warmup: float = 0.03, decay: float = 0.5) -> float:
-    """The share of the peak learning rate at `step`: a linear rise, a plateau, a linear fall to zero at `steps`."""
+    """The share of the peak learning rate at `step`: linear rise, plateau, linear fall to zero at `steps`."""
     done = (step + 1) / steps
     return min(1.0, done / warmup, (1.0 - step / steps) / decay)
 
@@ -37,8 +37,8 @@ def learning_rate_factor(step: int, steps: int, *, warmup: float = 0.03, decay: 
 class MatrixAndOtherOptimizers:
     """Muon for `matrices`, AdamW for the other parameters of `module`, stepped as one.
 
-    A convolution's weight counts as the matrix (out channels, everything else): Muon sees it through a view, so it
-    must be dense, with channels first or last in memory.
+    A convolution's weight counts as the matrix (out channels, everything else). Muon sees it through a view,
+    so its channels must lie last in memory.
     """
 
     def __init__(
@@ -108,9 +108,9 @@ def load_checkpoint(path: Path) -> dict[str, object] | None:
 
 
 def steps_with_progress(run: StageRun, start: int, losses: dict[str, float]) -> Iterator[int]:
-    """Yield the steps from `start`, seeding torch for each, so that a resumed run draws what an unbroken one draws.
+    """Yield the steps from `start`, seeding torch for each: a resumed run draws what an unbroken one draws.
 
-    Every `log_every` steps it prints the moving averages of `losses`, which the caller fills, and the time left.
+    Every `log_every` steps it prints the moving averages of `losses`, which the caller fills, and the ETA.
     """
     began, means = time.monotonic(), {}
     for step in range(start, run.steps):
@@ -129,7 +129,7 @@ def steps_with_progress(run: StageRun, start: int, losses: dict[str, float]) -> 
 
 
 def contact_sheet(clips: Iterable[np.ndarray], path: Path, *, every: int = 4) -> None:
-    """Write one PNG: a row per clip of floats in 0..1 (frames, height, width, 3), a column per `every`-th frame."""
+    """Write a PNG: a row per clip (frames, height, width, 3) in 0..1, a column per `every`-th frame."""
     rows = [np.concatenate(list(clip[::every]), axis=1) for clip in clips]
     pixels = (np.concatenate(rows, axis=0).clip(0.0, 1.0) * 255.0).round().astype(np.uint8)
     temporary = path.with_name("tmp-" + path.name)

@@ -39,7 +39,7 @@ def build_vae(
 
 
 def train_vae(run: training.StageRun) -> None:
-    """Train to `run.steps` steps, from the stage's checkpoint if there is one; the result is that checkpoint."""
+    """Train to `run.steps` steps, from the stage's checkpoint if there is one, and leave the result there."""
     torch.manual_seed(run.seed)
     vae = build_vae()
     _channels_last_(vae)
@@ -78,7 +78,7 @@ def train_vae(run: training.StageRun) -> None:
 def load_vae(
     checkpoint: Path, *, latents_mean: list[float] | None = None, latents_std: list[float] | None = None
 ) -> AutoencoderKLWan:
-    """The VAE with the averaged weights of `checkpoint` and, where WanPipeline looks for them, latent statistics."""
+    """The VAE with the averaged weights of `checkpoint` and these latent statistics in its config."""
     if (saved := training.load_checkpoint(checkpoint)) is None:
         raise ValueError(f"no trained VAE at {checkpoint}; run stage vae first")
     vae = build_vae(latents_mean=latents_mean, latents_std=latents_std)
@@ -113,7 +113,7 @@ def psnr(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def _channels_last_(vae: AutoencoderKLWan) -> None:
-    """Lay the weights of all convolutions out with channels last, which makes a bfloat16 step a third shorter."""
+    """Lay the weights of all convolutions out channels last: a bfloat16 step takes a third less time."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     for name, parameter in vae.named_parameters():
         if name.endswith("weight"):
@@ -127,7 +127,7 @@ def _loss(vae: AutoencoderKLWan, pixels: torch.Tensor, losses: dict[str, float])
     difference = out.float() - pixels
     l1, mse = difference.abs().mean(), difference.square().mean()
     edges = difference.diff(dim=-1).abs().mean() + difference.diff(dim=-2).abs().mean()
-    # posterior.kl() sums over channels, height and width of a four-dimensional latent: ours has a frame axis too.
+    # posterior.kl() sums over dims 1 to 3 of a picture's latent: ours has a frame dim too.
     mean, logvar = posterior.mean.float(), posterior.logvar.float()
     kl = 0.5 * (mean.square() + logvar.exp() - 1.0 - logvar).mean()
     losses.update(l1=l1.item(), mse=mse.item(), edges=edges.item(), kl=kl.item())
@@ -135,7 +135,7 @@ def _loss(vae: AutoencoderKLWan, pixels: torch.Tensor, losses: dict[str, float])
 
 
 def _batch(pool: list[np.ndarray], rng: random.Random, *, whole: bool) -> torch.Tensor:
-    """Pixels in -1..1, (batch, 3, frames, height, width): one whole clip, or crops around the moving shape."""
+    """Pixels in -1..1, (batch, 3, frames, height, width): one whole clip, or crops around the shape."""
     crops = [rng.choice(pool)] if whole else [_crop(rng.choice(pool), rng) for _ in range(CROP_BATCH)]
     flipped = []
     for crop in crops:
@@ -160,7 +160,7 @@ def _crop(frames: np.ndarray, rng: random.Random) -> np.ndarray:
 
 
 def _report(run: training.StageRun, step: int) -> None:
-    """Print the reconstruction quality of the averaged weights on held-out clips and write them as a picture."""
+    """Print how well the averaged weights reconstruct held-out clips and write those as a picture."""
     vae = load_vae(run.checkpoint)
     rows, quality = [], []
     for i, combination in enumerate(clips.HELD_OUT[:8]):

@@ -1,6 +1,6 @@
 """Wan 2.1 and 2.2, text- and image-to-video; per-token timesteps (TI2V) included."""
 
-from usp.plan import GatherOutput, Replicated, SharedAttention, ShardPlan, SplitInput, SplitOutput
+from usp.plan import GatherOutput, Replicated, ShardPlan, SharedAttention, SplitInput, SplitOutput
 
 WAN = ShardPlan(
     model="WanTransformer3DModel",

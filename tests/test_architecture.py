@@ -1,0 +1,192 @@
+"""The design's rules on the shape of the code, kept by looking at every file's syntax tree."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FILES = sorted(p for top in ("usp", "runtime", "launchers") for p in (ROOT / top).rglob("*.py"))
+LIBRARY = sys.stdlib_module_names
+ALLOWED_OUTSIDE = {
+    "launchers": set(),
+    "runtime": {"torch", "safetensors"},
+    # The demo trains and measures, the command line prints; the rest of usp is torch and diffusers.
+    "usp": {"torch", "diffusers", "transformers", "accelerate", "safetensors", "numpy", "tokenizers", "peft"}
+    | {"typer", "rich", "av", "PIL", "skimage", "yunchang", "xfuser"},
+}
+# Inside usp, a file imports only files of lower or equal level; attention, plan and cache are siblings.
+LEVELS = {
+    "config": 0,
+    "layout": 1,
+    "mesh": 2,
+    "comm": 3,
+    "plan": 4,
+    "plans": 5,
+    "attention": 4,
+    "adapter": 6,
+    "randomness": 6,
+    "report": 6,
+    "pipeline": 7,
+    "model_folder": 6,
+    "schedulers": 6,
+    "video": 6,
+    "demo": 6,
+    "tasks": 7,
+    "job": 8,
+    "cli": 8,
+    "run": 9,
+    "verify": 9,
+    "bench": 9,
+}
+VENDORS = {"cuda", "nccl", "npu", "hccl", "torch_npu", "musa", "mccl", "torch_musa", "xpu", "xccl", "rocm"}
+VENDOR_FILES = {"runtime/device.py", "usp/attention/kernels.py", "runtime/fused.py"}
+VENDOR_HELP = {"usp/cli.py"}  # lists the devices for --help
+INTEROP_FILES = {"usp/attention/interop.py"}  # names the wrong vendor paths that it refuses
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def imports(path: Path) -> set[str]:
+    """Dotted names of everything a file imports, also inside functions."""
+    found = set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name_of(path)}:{node.lineno} imports relatively"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports_go_one_way(path):
+    """launchers -> standard library; runtime -> torch; usp -> runtime; and inside usp upwards only."""
+    top = path.relative_to(ROOT).parts[0]
+    for name in imports(path):
+        first = name.split(".")[0]
+        if first in ("usp", "runtime", "launchers"):
+            assert first == top or (top == "usp" and first == "runtime"), f"{name_of(path)} imports {name}"
+        elif first not in LIBRARY:
+            assert first in ALLOWED_OUTSIDE[top], f"{name_of(path)} imports {name}"
+
+
+def level(dotted: str) -> int | None:
+    part = dotted.split(".")[1] if dotted.count(".") else ""
+    return LEVELS.get(part)
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if name_of(p).startswith("usp/")], ids=name_of)
+def test_usp_is_layered(path):
+    """config <- layout <- mesh <- comm <- attention, plan <- adapter <- pipeline <- run, verify, bench."""
+    own = name_of(path).removesuffix(".py").replace("/", ".")
+    if own == "usp.__init__":
+        return  # the public face, which imports pipeline on first use
+    mine = level(own)
+    assert mine is not None, f"{own} has no level: put it on the map"
+    for name in imports(path):
+        if name.startswith("usp."):
+            other = level(name)
+            assert other is not None, f"{name} has no level: put it on the map"
+            same_part = name.split(".")[1] == own.split(".")[1]
+            assert other < mine or same_part, f"{own} (level {mine}) imports {name} (level {other})"
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if name_of(p).startswith("usp/plans/")], ids=name_of)
+def test_plans_are_data(path):
+    """A plan file imports usp.plan only, and defines no functions."""
+    if path.name == "__init__.py":
+        return
+    assert {name.rsplit(".", 1)[0] for name in imports(path)} == {"usp.plan"}
+    assert not [n for n in ast.walk(tree(path)) if isinstance(n, (ast.FunctionDef, ast.ClassDef, ast.If))]
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_files_and_functions_fit_the_page(path):
+    """No file over 400 lines, no function over 60."""
+    lines = path.read_text(encoding="utf-8").count("\n")
+    assert lines <= 400, f"{name_of(path)} has {lines} lines"
+    for node in ast.walk(tree(path)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= 60, f"{name_of(path)}: {node.name} has {length} lines"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_nothing_global_and_nothing_swallowed(path):
+    """No `global`, no star import, no broad except without a raise; the environment is read in two places."""
+    reads_environment = name_of(path) == "runtime/process_group.py" or name_of(path).startswith("launchers/")
+    for node in ast.walk(tree(path)):
+        assert not isinstance(node, ast.Global), f"{name_of(path)}:{node.lineno} global"
+        if isinstance(node, ast.ImportFrom):
+            assert all(alias.name != "*" for alias in node.names), (
+                f"{name_of(path)}:{node.lineno} star import"
+            )
+        if isinstance(node, ast.ExceptHandler) and is_broad(node):
+            assert any(isinstance(n, ast.Raise) for n in ast.walk(node)), (
+                f"{name_of(path)}:{node.lineno} swallows every exception"
+            )
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv"):
+            assert reads_environment, f"{name_of(path)}:{node.lineno} reads the environment"
+
+
+def is_broad(handler: ast.ExceptHandler) -> bool:
+    caught = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return any(c is None or getattr(c, "id", "") in ("Exception", "BaseException") for c in caught)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_vendors_are_named_in_few_places(path):
+    """Only the device table, the kernels, fused operators and the launchers name a vendor in code."""
+    if name_of(path) in VENDOR_FILES | VENDOR_HELP | INTEROP_FILES or name_of(path).startswith("launchers/"):
+        return
+    module = tree(path)
+    docstrings = {
+        node.body[0].value
+        for node in ast.walk(module)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(module):
+        words: list[str] = []
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings:
+            words = [node.value]
+        elif isinstance(node, ast.Attribute):
+            words = [node.attr]
+        for word in words:
+            assert word.lower() not in VENDORS, f"{name_of(path)}:{node.lineno} names {word}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_public_names_have_docstrings(path):
+    """Every module, public class and public function says what it is or what comes back."""
+    module = tree(path)
+    source = path.read_text(encoding="utf-8")
+    assert not source.strip() or ast.get_docstring(module), f"{name_of(path)} does not say its purpose"
+    for node in ast.walk(module):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_"):
+            nested = any(
+                isinstance(outer, ast.FunctionDef) and node is not outer and node in ast.walk(outer)
+                for outer in ast.walk(module)
+            )
+            assert nested or ast.get_docstring(node), f"{name_of(path)}: {node.name} has no docstring"
+
+
+def test_the_top_level_is_the_agreed_one():
+    """Six names at the top, dotfiles and the constraints file apart."""
+    ours = {"pyproject.toml", "usp", "runtime", "launchers", "tests", "README.md", "constraints.txt"}
+    import subprocess
+
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout
+    tops = {line.split("/")[0] for line in tracked.splitlines()}
+    assert {top for top in tops if not top.startswith(".")} <= ours

@@ -1,0 +1,66 @@
+"""What the ranks of several tests run, and the one-process results that they are compared with."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests import tiny
+from usp.pipeline import ParallelPipeline
+
+LAYOUTS = {
+    2: ("ulysses2", "gather_kv2", "ring2"),
+    3: ("ulysses3", "gather_kv3", "ring3"),
+    4: ("ulysses4", "gather_kv4", "ring4", "ulysses2 ring2", "ulysses2 gather_kv2"),
+}
+EVERY_LAYOUT = [(size, layout) for size, layouts in LAYOUTS.items() for layout in layouts]
+SEED = 7
+
+Case = tuple[str, dict[str, Any]]  # a kind of pipeline, and changes to its call
+
+
+def seeded(seed: int) -> torch.Generator:
+    """A CPU generator."""
+    return torch.Generator().manual_seed(seed)
+
+
+def alone(kind: str, changes: dict[str, Any], *, pipeline: Any = None) -> np.ndarray:
+    """What one process gives for a call with SEED, or with the whole numbers given as `generator`."""
+    arguments = tiny.call(kind, **changes)
+    seeds = arguments.pop("generator", SEED)
+    generator = [seeded(s) for s in seeds] if isinstance(seeds, list) else seeded(seeds)
+    pipeline = pipeline or tiny.build(kind)
+    return np.asarray(pipeline(**arguments, generator=generator).frames)
+
+
+def together(layout: str, cases: Sequence[Case], **config: Any) -> list[np.ndarray]:
+    """What this rank gets for the same calls when all ranks share them."""
+    results = []
+    for kind, changes in cases:
+        with ParallelPipeline(tiny.build(kind, **config), layout) as pipe:
+            arguments = tiny.call(kind, **changes)
+            seed = None if "generator" in arguments else SEED
+            results.append(np.asarray(pipe(**arguments, seed=seed).frames))
+    return results
+
+
+def error_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """The error that a call ends with, as "ValueError: text"; "" if it ends well."""
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def hooks(model: nn.Module) -> int:
+    """How many forward hooks and pre-hooks a model and its modules hold."""
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def rank() -> int:
+    """This rank."""
+    return dist.get_rank()

@@ -1,0 +1,107 @@
+"""One run of a task, checked as far as it can be before weights are read and ranks meet."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from runtime.device import Device, detect_device
+from runtime.log import get_logger
+from runtime.process_group import RankEnv, World, read_rank_env
+from usp.attention.kernels import check_kernel
+from usp.config import ParallelConfig
+from usp.demo import MODEL_DIR, unknown_words
+from usp.model_folder import ModelFacts, read_model_folder
+from usp.tasks import Request, Task, choose_dtype, load_pipeline, model_path
+
+LOAD_LIMIT_S = 3600.0
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Everything that was checked before the ranks met."""
+
+    task: Task
+    request: Request
+    env: RankEnv
+    device: Device
+    facts: ModelFacts | None  # None: a hub name, not looked at yet
+    model: str | None
+    dtype: Any
+    words: Any  # (world_size, heads=...) -> ParallelConfig
+    kernel: str
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole sequence; 0 for a hub name that was not looked at."""
+        r = self.request
+        return self.facts.tokens(width=r.width, height=r.height, num_frames=r.num_frames) if self.facts else 0
+
+    def parallel(self, facts: ModelFacts) -> ParallelConfig:
+        """The degrees for a model with these heads on the ranks that are running."""
+        return self.words(self.env.world_size, heads=facts.heads)
+
+
+def prepare(
+    task: Task,
+    request: Request,
+    *,
+    model: str | None,
+    dtype: str,
+    device: str | None,
+    words: Any,
+    kernel: str,
+) -> Job:
+    """The job, after every check that needs neither weights nor another rank; alike on all ranks.
+
+    Raises ValueError with one sentence.
+    """
+    env = read_rank_env()
+    words(env.world_size)
+    folder = model_path(model)
+    facts = read_model_folder(folder, pipeline=task.pipeline) if folder else None
+    last = detect_device(device, local_rank=env.local_world_size - 1, world_size=env.world_size)
+    here = last if last.index is None else detect_device(
+        device, local_rank=env.local_rank, world_size=env.world_size
+    )  # fmt: skip
+    check_kernel(kernel, here.kind)
+    job = Job(
+        task=task,
+        request=request,
+        env=env,
+        device=here,
+        facts=facts,
+        model=model,
+        dtype=choose_dtype(dtype, here),
+        words=words,
+        kernel=kernel,
+    )
+    if facts is not None:
+        check_request(job, facts)
+    return job
+
+
+def check_request(job: Job, facts: ModelFacts) -> None:
+    """Raise ValueError unless this model can make this video with these degrees; warn of unknown words."""
+    request = job.request
+    facts.check_size(width=request.width, height=request.height, num_frames=request.num_frames)
+    job.parallel(facts)
+    if facts.folder == MODEL_DIR and (unknown := unknown_words(request.prompt)):
+        logger.warning(
+            "the demo model has never seen %s; see usp/demo/README.md for its words", ", ".join(unknown)
+        )
+
+
+def load(job: Job, world: World) -> tuple[Any, ModelFacts]:
+    """The pipeline on this rank, not yet parallel, and its facts. A hub name is fetched by rank 0 first."""
+    facts = job.facts
+    if facts is None:
+        from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+        fetch = partial(DiffusionPipeline.download, job.model)
+        world.wait_for_main("download", fetch, LOAD_LIMIT_S)
+        facts = read_model_folder(Path(fetch()), pipeline=job.task.pipeline)
+        check_request(job, facts)
+    return load_pipeline(facts, job.dtype, quiet=not world.is_main), facts

@@ -1,0 +1,104 @@
+"""python -m usp.run wan-t2v: make a video with all ranks that torchrun started, or with one."""
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from runtime.process_group import World, connect, ending_together
+from runtime.report import format_report
+from usp import cli
+from usp.config import choose_parallel
+from usp.job import Job, load, prepare
+from usp.pipeline import ParallelPipeline
+from usp.randomness import check_seed
+from usp.schedulers import check_scheduler, with_scheduler
+from usp.tasks import WAN_T2V, settle
+from usp.video import check_output, to_bytes, write_contact_sheet, write_video
+
+WRITE_LIMIT_S = 3600.0
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def about() -> None:
+    """Run a diffusion pipeline on one device, or under torchrun (or usprun) on several."""
+
+
+@app.command(WAN_T2V.name)
+def wan_t2v(
+    prompt: cli.Prompt = None,
+    negative_prompt: cli.NegativePrompt = None,
+    size: cli.Size = None,
+    frames: cli.Frames = None,
+    steps: cli.Steps = None,
+    guidance: cli.Guidance = None,
+    seed: cli.Seed = -1,
+    scheduler: cli.Scheduler = None,
+    parallel: cli.ParallelText = "auto",
+    attention: cli.AttentionName = None,
+    kernel: cli.Kernel = "auto",
+    transport: cli.Transport = "auto",
+    timeout: cli.Timeout = 600.0,
+    model: cli.ModelName = None,
+    dtype: cli.DtypeName = "auto",
+    device: cli.DeviceName = None,
+    out: cli.Out = Path("wan-t2v.mp4"),
+    fps: cli.Fps = None,
+) -> None:
+    """Text to video with a Wan 2.1 or 2.2 pipeline."""
+    check_output(out)
+    check_seed(seed)
+    check_scheduler(scheduler)
+    given = {"prompt": prompt, "negative_prompt": negative_prompt, "num_frames": frames, "fps": fps}
+    given |= {"num_inference_steps": steps, "guidance_scale": guidance}
+    request = settle(WAN_T2V, bundled=model is None, size=size, **given)
+    words = partial(choose_parallel, parallel, attention, transport)
+    job = prepare(WAN_T2V, request, model=model, dtype=dtype, device=device, words=words, kernel=kernel)
+    with connect(job.device, env=job.env, timeout_s=timeout) as world:
+        make_video(job, world, scheduler=scheduler, seed=seed, out=out)
+
+
+def make_video(job: Job, world: World, *, scheduler: str | None, seed: int, out: Path) -> None:
+    """Load, run and write; rank 0 reports on stdout, the last line as JSON."""
+    made: list[ParallelPipeline] = []
+    with ending_together(world, lambda: f"step {made[0].step + 1}" if made else "loading"):
+        plain, facts = load(job, world)
+        if scheduler is not None:
+            plain.scheduler = with_scheduler(plain.scheduler, scheduler)
+        with ParallelPipeline(plain, job.parallel(facts), kernel=job.kernel, world=world) as pipeline:
+            made.append(pipeline)
+            pipeline.set_progress_bar_config(desc="denoise", disable=not world.is_main)
+            # Only rank 0 decodes: the others would make the same frames and throw them away.
+            result = pipeline(
+                **job.request.call_arguments(), seed=seed, output_type="np" if world.is_main else "latent"
+            )
+            write = partial(write_result, job, pipeline, result.frames, out)
+            world.wait_for_main("writing", write, WRITE_LIMIT_S)
+
+
+def write_result(job: Job, pipeline: ParallelPipeline, frames: Any, out: Path) -> None:
+    """Write the video and its contact sheet, and print the end report."""
+    video = to_bytes(frames[0])
+    sheet = out.with_suffix(".png")
+    write_video(video, out, fps=job.request.fps)
+    write_contact_sheet(video, sheet, caption=job.request.prompt)
+    report = pipeline.report
+    assert report is not None, "the call is over, so there is a report"
+    if job.env.world_size == 1:
+        report = replace(report, tokens=[job.tokens])
+    rows = [
+        ("video", f"{out} ({len(video)} frames of {video.shape[2]}x{video.shape[1]}, {job.request.fps} fps)")
+    ]
+    print(format_report("done", [*rows, ("contact sheet", str(sheet)), *report.rows()]))
+    made = {"task": job.task.name, "out": str(out), "contact_sheet": str(sheet), "frames": len(video)}
+    size = {"width": video.shape[2], "height": video.shape[1], "fps": job.request.fps}
+    print(json.dumps(made | size | {"device": str(job.device)} | report.as_json()), flush=True)
+
+
+if __name__ == "__main__":
+    cli.main(app, "usp.run")
