@@ -125,10 +125,15 @@ def read_options(arguments: Sequence[str]) -> list[Option]:
 def torchrun_arguments(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """Return what torchrun is given: the same arguments in order, --nproc spelled out, a free port chosen.
 
+    A "--" keeps torchrun from looking at the program's own options.
     Raises UsageError for a number of ranks that is none.
     """
     options = read_options(arguments)
     result = list(arguments)
+    program = options[-1].end if options else 0
+    if program < len(arguments) and not arguments[program].startswith("-"):
+        # Else argparse stops at an option of the program that shortens several of torchrun's, such as --log.
+        result.insert(program, "--")
     for option in reversed(options):
         if option.name == NPROC:
             result[option.start : option.end] = ["--nproc-per-node", _checked_nproc(option.value)]

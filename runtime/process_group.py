@@ -221,7 +221,7 @@ def _serves_store(env: RankEnv) -> bool:
 
 
 def _fresh_prefix(store: Store, name: str, rank: int) -> str:
-    """A prefix for keys that no earlier `connect` over this store used; the same on all ranks, which count alike."""
+    """A prefix that no earlier `connect` over this store used; all ranks count alike, so it is the same."""
     return f"{name}/{store.add(f'{name}/turn/{rank}', 1)}"
 
 

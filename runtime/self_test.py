@@ -40,7 +40,7 @@ def check_collectives(world: World, *, limit_s: float = LIMIT_S) -> None:
 
 
 def _first_fault(world: World, limit_s: float) -> str:
-    """Run all cases in order, also after a bad one, as the other ranks do; say what the first bad one did, or ""."""
+    """Run all cases, also after a bad one, as the other ranks do; say what the first bad one did, or ""."""
     faults = [fault for case in _cases(world) if (fault := _fault(world, case, limit_s))]
     return faults[0] if faults else ""
 

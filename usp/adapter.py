@@ -76,8 +76,8 @@ class Sharded:
             if not modules:
                 raise ValueError(
                     f"the plan for {self.plan.model} names module {pattern!r}, which this "
-                    f"{type(self.model).__name__} "
-                    "does not have; the installed version differs from the one the plan is for"
+                    f"{type(self.model).__name__} does not have; the installed version differs from the one "
+                    "the plan is for"
                 )
             for name, module in modules:
                 if (
@@ -86,8 +86,8 @@ class Sharded:
                 ):
                     raise ValueError(
                         f"the plan for {self.plan.model} splits argument {entry.argument!r} of "
-                        f"{name or 'the model'}, "
-                        f"which takes {', '.join(inspect.signature(module.forward).parameters)}"
+                        f"{name or 'the model'}, which takes "
+                        f"{', '.join(inspect.signature(module.forward).parameters)}"
                     )
                 found.append((entry, name, module))
         return found
@@ -171,8 +171,7 @@ class Sharded:
             if output is not None and redirect.calls == 0:
                 raise RuntimeError(
                     f"{name} did not call torch's scaled_dot_product_attention, so its attention saw only "
-                    "this rank's "
-                    "tokens; reset its processor and attention backend to the native ones"
+                    "this rank's tokens; reset its processor and attention backend to the native ones"
                 )
 
         return hook
@@ -190,13 +189,11 @@ class Sharded:
                     if (argument, tensor.ndim) in exempt:
                         continue
                     for stream in whole:
-                        if self._lengths[stream] in tensor.shape[1:-1]:
+                        if tensor.ndim > 2 and tensor.shape[1] == self._lengths[stream]:
                             raise ValueError(
-                                f"{name} got {argument!r} of shape {tuple(tensor.shape)} with an uncut "
-                                "axis of "
-                                f"{self._lengths[stream]} {stream}; the plan for {self.plan.model} must "
-                                "split it or "
-                                "list it as replicated"
+                                f"{name} got {argument!r} of shape {tuple(tensor.shape)} with an uncut axis "
+                                f"of {self._lengths[stream]} {stream}; the plan for {self.plan.model} must "
+                                "split it or list it as replicated"
                             )
 
         return hook
@@ -231,8 +228,7 @@ class _Redirect(TorchFunctionMode):
         if is_causal or dropout_p:
             raise ValueError(
                 f"{self._name} asks for is_causal={is_causal}, dropout_p={dropout_p}; attention over ranks "
-                "is neither "
-                "causal nor random; call the model in eval mode"
+                "is neither causal nor random; call the model in eval mode"
             )
         present = [
             max(1, share) for share in self._shares

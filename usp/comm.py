@@ -123,8 +123,7 @@ def split(tensor: torch.Tensor, *, dim: int, sizes: Sequence[int], group: Group)
     if tensor.shape[dim] != sum(sizes):
         raise ValueError(
             f"a tensor of shape {tuple(tensor.shape)} is to be split along dim {dim} over {group.size} "
-            "ranks, but the "
-            f"split table is for {sum(sizes)} tokens; check the plan's entry for it"
+            f"ranks, but the split table is for {sum(sizes)} tokens; check the plan's entry for it"
         )
     return tensor.narrow(dim, offsets(tuple(sizes))[group.rank], sizes[group.rank]).contiguous()
 

@@ -38,22 +38,20 @@ class ParallelConfig:
             if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
                 raise ValueError(
                     f"{axis}_degree={degree!r} was asked for; a degree is a whole number of ranks, 1 or "
-                    "more; "
-                    f"leave {axis}_degree out to get 1"
+                    f"more; leave {axis}_degree out to get 1"
                 )
         _check_choice("engine", self.engine, ENGINES)
         _check_choice("transport", self.transport, TRANSPORTS)
         if self.ring_degree > 1 and self.gather_kv_degree > 1:
             raise ValueError(
                 f"ring_degree={self.ring_degree} with gather_kv_degree={self.gather_kv_degree}: both bring "
-                "the keys "
-                "of other ranks to the local queries; use one of them, with ulysses_degree for the rest"
+                "the keys of other ranks to the local queries; use one of them, with ulysses_degree for the "
+                "rest"
             )
         if self.engine != "usp" and self.gather_kv_degree > 1:
             raise ValueError(
                 f"gather_kv_degree={self.gather_kv_degree} with engine={self.engine!r}: {self.engine} has "
-                "Ulysses and "
-                "ring only; use ulysses_degree or ring_degree, or engine='usp'"
+                "Ulysses and ring only; use ulysses_degree or ring_degree, or engine='usp'"
             )
 
     def degree(self, axis: str) -> int:
@@ -75,8 +73,8 @@ class ParallelConfig:
         if self.world_size != world_size:
             product = " x ".join(f"{axis} {self.degree(axis)}" for axis in AXES)
             raise ValueError(
-                f"{product} = {self.world_size} ranks were asked for; {world_size} are running; "
-                f"use one of: {', '.join(spellings(world_size))}, or start {self.world_size} ranks"
+                f"{product} = {self.world_size} ranks were asked for; {world_size} are running; use one of: "
+                f"{', '.join(spellings(world_size))}, or start {self.world_size} ranks"
             )
 
     def __str__(self) -> str:
@@ -150,9 +148,8 @@ def choose_parallel(
     elif name in AXES and name != "cfg":
         if not auto:
             raise ValueError(
-                f"attention={attention!r} gives all ranks to one axis, and parallel={parallel!r} spells "
-                "the axes; "
-                "give one of the two"
+                f"attention={attention!r} gives all ranks to one axis, and parallel={parallel!r} spells the "
+                "axes; give one of the two"
             )
         config = replace(ParallelConfig(), **{f"{name}_degree": world_size})
     elif name in ENGINES:

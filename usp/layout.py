@@ -78,8 +78,8 @@ def kv_heads_of(heads: int, kv_heads: int, parts: int, part: int) -> tuple[range
     """
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(
-            f"{heads} query heads with {kv_heads} key/value heads: grouped queries need a multiple; "
-            f"repeat the key/value heads to a divisor of {heads}"
+            f"{heads} query heads with {kv_heads} key/value heads: grouped queries need a multiple; repeat "
+            f"the key/value heads to a divisor of {heads}"
         )
     sizes = split_sizes(heads, parts)
     low = offsets(sizes)[part]

@@ -25,15 +25,15 @@ class ModelFacts:
             if value < step or value % step:
                 lower = max(step, value // step * step)
                 raise ValueError(
-                    f"{name} {value} was asked for; this model makes multiples of {step} pixels; "
-                    f"use {lower} or {max(lower, value // step * step) + step}"
+                    f"{name} {value} was asked for; this model makes multiples of {step} pixels; use {lower} "
+                    f"or {max(lower, value // step * step) + step}"
                 )
         step = self.temporal_factor
         if num_frames < 1 or (num_frames - 1) % step:
             lower = max(1, (num_frames - 1) // step * step + 1)
             raise ValueError(
-                f"{num_frames} frames were asked for; this model makes 1 more than a multiple of {step}; "
-                f"use {lower} or {lower + step}"
+                f"{num_frames} frames were asked for; this model makes 1 more than a multiple of {step}; use "
+                f"{lower} or {lower + step}"
             )
 
     def tokens(self, *, width: int, height: int, num_frames: int) -> int:
@@ -89,8 +89,7 @@ def _check_weights(part: Path) -> None:
         if missing:
             raise ValueError(
                 f"{index} lists {len(shards)} files, {len(missing)} are missing, the first is "
-                f"{part / missing[0]}; "
-                "download the model again"
+                f"{part / missing[0]}; download the model again"
             )
     if not any(part.glob("*.safetensors")) and not any(part.glob("*.bin")):
         raise ValueError(f"{part} holds no weights (*.safetensors); download the model again")

@@ -64,9 +64,8 @@ class ParallelPipeline:
         self.parallel = resolve_parallel(parallel, _ranks_running(world), heads=_heads(self._models))
         if self.parallel.cfg_degree > 1:
             raise ValueError(
-                f"cfg_degree={self.parallel.cfg_degree} was asked for; guidance branches are not spread "
-                "over ranks "
-                "yet; give these ranks to the sequence, for example with ulysses_degree"
+                f"cfg_degree={self.parallel.cfg_degree} was asked for; guidance branches are not spread over "
+                "ranks yet; give these ranks to the sequence, for example with ulysses_degree"
             )
         self.world = world or _connect(device, timeout_s)
         try:
@@ -186,8 +185,8 @@ class ParallelPipeline:
             raise RuntimeError("this ParallelPipeline is closed; make a new one around the pipeline")
         if self._broken:
             raise RuntimeError(
-                f"an earlier call failed ({self._broken}), so the ranks may be out of step; "
-                "close() this ParallelPipeline and make a new one"
+                f"an earlier call failed ({self._broken}), so the ranks may be out of step; close() this "
+                "ParallelPipeline and make a new one"
             )
         for name, model in self._models.items():
             if getattr(self.pipeline, name) is not model:
@@ -282,8 +281,8 @@ def _planned_models(pipeline: Any) -> dict[str, Any]:
                 plan_for(components[name])
         raise ValueError(
             f"{type(pipeline).__name__} was given; none of its components "
-            f"({', '.join(components) or 'none'}) is a "
-            f"transformer with a shard plan; there are plans for {', '.join(sorted(PLANS))}"
+            f"({', '.join(components) or 'none'}) is a transformer with a shard plan; there are plans for "
+            f"{', '.join(sorted(PLANS))}"
         )
     return models
 

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -23,27 +24,27 @@ def rewritten(line: str, **environ: str) -> str:
 @pytest.mark.parametrize(
     ("typed", "given"),
     [
-        ("--nproc 2 -m usp.run wan", "ALONE --nproc-per-node 2 -m usp.run wan"),
-        ("--nproc=2 -m usp.run wan", "ALONE --nproc-per-node 2 -m usp.run wan"),
-        ("-m --nproc 3 usp.run", "ALONE -m --nproc-per-node 3 usp.run"),
-        ("--nproc gpu a.py", "ALONE --nproc-per-node gpu a.py"),
-        ("--nproc-per-node 2 a.py", "ALONE --nproc-per-node 2 a.py"),
-        ("--nproc_per_node=2 a.py", "ALONE --nproc_per_node=2 a.py"),
-        ("a.py", "ALONE a.py"),
+        ("--nproc 2 -m usp.run wan", "ALONE --nproc-per-node 2 -m -- usp.run wan"),
+        ("--nproc=2 -m usp.run wan", "ALONE --nproc-per-node 2 -m -- usp.run wan"),
+        ("-m --nproc 3 usp.run", "ALONE -m --nproc-per-node 3 -- usp.run"),
+        ("--nproc gpu a.py", "ALONE --nproc-per-node gpu -- a.py"),
+        ("--nproc-per-node 2 a.py", "ALONE --nproc-per-node 2 -- a.py"),
+        ("--nproc_per_node=2 a.py", "ALONE --nproc_per_node=2 -- a.py"),
+        ("a.py", "ALONE -- a.py"),
         # the program's own --nproc is not ours
-        ("a.py --nproc 2", "ALONE a.py --nproc 2"),
-        ("-m usp.run --nproc x", "ALONE -m usp.run --nproc x"),
-        ("--nproc 2 a.py --nproc 3", "ALONE --nproc-per-node 2 a.py --nproc 3"),
+        ("a.py --nproc 2", "ALONE -- a.py --nproc 2"),
+        ("-m usp.run --nproc x", "ALONE -m -- usp.run --nproc x"),
+        ("--nproc 2 a.py --nproc 3", "ALONE --nproc-per-node 2 -- a.py --nproc 3"),
         ("--nproc 2 -- a.py --nproc 3", "ALONE --nproc-per-node 2 -- a.py --nproc 3"),
         # nor is a value that looks like it, nor what follows an option that torchrun will refuse
-        ("--role --nproc a.py", "ALONE --role --nproc a.py"),
+        ("--role --nproc a.py", "ALONE --role --nproc -- a.py"),
         ("--no-such --nproc 2 a.py", "ALONE --no-such --nproc 2 a.py"),
         ("--n --nproc 2 a.py", "ALONE --n --nproc 2 a.py"),
         # short and shortened options take their values
-        ("-r 3 --nproc 2 a.py", "ALONE -r 3 --nproc-per-node 2 a.py"),
-        ("-r3 -mt 1 --nproc 2 a", "ALONE -r3 -mt 1 --nproc-per-node 2 a"),
-        ("--max-r 0 --log_d /tmp --nproc 2 a.py", "ALONE --max-r 0 --log_d /tmp --nproc-per-node 2 a.py"),
-        ("--local-addr 10.0.0.1 a.py", "--standalone --local-addr 10.0.0.1 a.py"),
+        ("-r 3 --nproc 2 a.py", "ALONE -r 3 --nproc-per-node 2 -- a.py"),
+        ("-r3 -mt 1 --nproc 2 a", "ALONE -r3 -mt 1 --nproc-per-node 2 -- a"),
+        ("--max-r 0 --log_d /tmp --nproc 2 a.py", "ALONE --max-r 0 --log_d /tmp --nproc-per-node 2 -- a.py"),
+        ("--local-addr 10.0.0.1 a.py", "--standalone --local-addr 10.0.0.1 -- a.py"),
     ],
 )
 def test_only_the_launchers_own_nproc_is_spelled_out(typed, given):
@@ -69,24 +70,24 @@ def test_only_the_launchers_own_nproc_is_spelled_out(typed, given):
 )
 def test_a_rendezvous_that_the_user_gives_is_left_alone(options):
     """No port is chosen when the user says where to meet, in any spelling."""
-    assert rewritten(f"{options} --nproc 2 a.py") == f"{options} --nproc-per-node 2 a.py"
+    assert rewritten(f"{options} --nproc 2 a.py") == f"{options} --nproc-per-node 2 -- a.py"
 
 
 def test_one_node_spelled_out_is_still_one_host():
     """--nnodes 1 and 1:1 are torchrun's default."""
-    assert rewritten("--nnodes 1 a.py") == "ALONE --nnodes 1 a.py"
-    assert rewritten("--nnodes=1:1 a.py") == "ALONE --nnodes=1:1 a.py"
+    assert rewritten("--nnodes 1 a.py") == "ALONE --nnodes 1 -- a.py"
+    assert rewritten("--nnodes=1:1 a.py") == "ALONE --nnodes=1:1 -- a.py"
 
 
 def test_b23_the_environment_is_honoured():
-    """MASTER_ADDR and MASTER_PORT, which torchrun does not read, become options; PET_ variables are left to it."""
-    assert rewritten("a.py", MASTER_PORT="29555") == "--master-port 29555 a.py"
+    """MASTER_ADDR and MASTER_PORT, which torchrun does not read, become options; PET_ ones it reads."""
+    assert rewritten("a.py", MASTER_PORT="29555") == "--master-port 29555 -- a.py"
     both = rewritten("a.py", MASTER_ADDR="::1", MASTER_PORT="1")
-    assert both == "--master-addr ::1 --master-port 1 a.py"
-    assert rewritten("--nnodes 2 a.py", MASTER_PORT="29555") == "--nnodes 2 a.py"
+    assert both == "--master-addr ::1 --master-port 1 -- a.py"
+    assert rewritten("--nnodes 2 a.py", MASTER_PORT="29555") == "--nnodes 2 -- a.py"
     for name in ("PET_MASTER_PORT", "PET_RDZV_ENDPOINT", "PET_NNODES", "PET_STANDALONE"):
-        assert rewritten("a.py", **{name: "2"}) == "a.py"
-    assert rewritten("a.py", PET_NPROC_PER_NODE="2", PET_LOCAL_ADDR="::1") == "--standalone a.py"
+        assert rewritten("a.py", **{name: "2"}) == "-- a.py"
+    assert rewritten("a.py", PET_NPROC_PER_NODE="2", PET_LOCAL_ADDR="::1") == "--standalone -- a.py"
 
 
 def test_b68_without_libuv_a_port_is_picked_for_the_plain_rendezvous():
@@ -95,7 +96,7 @@ def test_b68_without_libuv_a_port_is_picked_for_the_plain_rendezvous():
     assert words[:3] == ["--master-addr", "127.0.0.1", "--master-port"]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", int(words[3])))
-    assert words[4:] == ["a.py"]
+    assert words[4:] == ["--", "a.py"]
 
 
 def test_the_tables_are_those_of_torchrun():
@@ -105,12 +106,10 @@ def test_the_tables_are_those_of_torchrun():
     flags, values, shorts = set(), set(), {}
     for action in get_args_parser()._actions:
         for spelling in action.option_strings:
-            long = max(action.option_strings, key=len).replace("_", "-")
-            if not spelling.startswith("--"):
+            if spelling.startswith("--"):
+                (flags if action.nargs == 0 else values).add(spelling.replace("_", "-"))
+            else:
                 shorts[spelling[1:]] = next(s for s in action.option_strings if s.startswith("--"))
-                continue
-            (flags if action.nargs == 0 else values).add(spelling.replace("_", "-"))
-            assert long.startswith("--")
     assert flags == set(usprun.FLAGS)
     assert values == set(usprun.VALUE_OPTIONS)
     assert shorts == {**usprun.SHORT_FLAGS, **usprun.SHORT_VALUE_OPTIONS}
@@ -120,8 +119,8 @@ def test_the_tables_are_those_of_torchrun():
     "line",
     [
         "-m --role x pkg --role y",
-        "--rdzv_ep h:1 --redirects=3 -t 2 a.py -t 9",
-        "--nnodes 1 --no-python --virtual a.py --nnodes 5",
+        "--rdzv_endp h:1 --redirects=3 -t 2 a.py -t 9",
+        "--nnodes 1 --no-python --virtual-local-rank a.py --nnodes 5",
         "-mr 3 pkg",
         "--monitor_interval .5 --tee 1 --start-m fork -- a.py --tee 5",
     ],
@@ -130,19 +129,27 @@ def test_options_are_read_as_torchrun_reads_them(line):
     """For every line torchrun accepts, names and values agree with its own parser's."""
     from torch.distributed.run import get_args_parser
 
-    line = line.replace("--rdzv_ep", "--rdzv_endp")
-    theirs = vars(get_args_parser().parse_args(line.split()))
-    for option in read_options(line.split()):
-        read = theirs[option.name[2:].replace("-", "_")]
-        assert read is True if option.value is None else str(read) == str(type(read)(option.value))
-    untouched = get_args_parser().parse_args([]) if False else theirs
-    named = {option.name[2:].replace("-", "_") for option in read_options(line.split())}
+    words = line.split()
+    theirs = vars(get_args_parser().parse_args(words))
     default = vars(get_args_parser().parse_args(["a.py"]))
-    changed = {k for k, v in untouched.items() if v != default[k]} - {
-        "training_script",
-        "training_script_args",
-    }
-    assert changed <= named
+    ours = {option.name[2:].replace("-", "_"): option.value for option in read_options(words)}
+    for name, value in ours.items():
+        assert theirs[name] == (True if value is None else type(theirs[name])(value))
+    changed = {name for name, value in theirs.items() if value != default[name]}
+    assert changed - {"training_script", "training_script_args"} <= set(ours)
+    program = read_options(words)[-1].end + ("--" in words)
+    assert [theirs["training_script"], *theirs["training_script_args"]] == words[program:]
+
+
+def test_the_programs_options_cannot_be_ambiguous_to_torchrun():
+    """argparse refuses --log or --nproc after the script, though they are the script's: "--" keeps them from it."""
+    from torch.distributed.run import get_args_parser
+
+    words = torchrun_arguments(["--nproc", "2", "-m", "usp.run", "wan", "--log", "x", "--nproc", "3", "--", "--r"], {})
+    theirs = get_args_parser().parse_args(words)
+    assert theirs.training_script == "usp.run"
+    assert theirs.training_script_args == ["wan", "--log", "x", "--nproc", "3", "--", "--r"]
+    assert (theirs.nproc_per_node, theirs.module) == ("2", True)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +167,7 @@ def test_options_are_read_as_torchrun_reads_them(line):
     ],
 )
 def test_ranks_share_the_cores(line, environ, expected):
-    """OMP_NUM_THREADS is cores / ranks, at least 1; what the user set stays, and an unknown count is torchrun's."""
+    """OMP_NUM_THREADS is cores / ranks, at least 1; not if it is set or the count is unknown."""
     chosen = thread_environment(read_options(line.split()), environ, cores=8)
     assert chosen.get("OMP_NUM_THREADS") == expected
 
@@ -195,7 +202,7 @@ def test_help_is_short_and_points_to_torchrun(capsys, argv, code):
 
 
 def test_the_programs_help_is_the_programs(monkeypatch):
-    """`usprun -m usp.run --help` reaches the program; torchrun takes over by exec, so signals and codes pass."""
+    """`usprun -m usp.run --help` reaches the program; torchrun takes over by exec."""
     called = []
     monkeypatch.setattr(os, "execve", lambda *args: called.append(args))
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
@@ -204,7 +211,7 @@ def test_the_programs_help_is_the_programs(monkeypatch):
     usprun.main(["-m", "usp.run", "--help"])
     path, words, environ = called[0]
     assert path == sys.executable
-    assert words == [sys.executable, "-m", "torch.distributed.run", *ALONE, "-m", "usp.run", "--help"]
+    assert words == [sys.executable, "-m", "torch.distributed.run", *ALONE, "-m", "--", "usp.run", "--help"]
     assert environ["OMP_NUM_THREADS"] == "7"
 
 
@@ -229,7 +236,7 @@ sys.exit(int(sys.argv[-1]))
 
 
 def start(folder: Path, *code: str, **environ: str) -> "subprocess.Popen[str]":
-    """A usprun of two ranks that wait for the file `go`; torch is imported by the launcher only."""
+    """A usprun of two ranks, which wait for the file `go`; only the launcher imports torch."""
     folder.mkdir()
     (folder / "program.py").write_text(PROGRAM)
     command = [sys.executable, "-c", "from launchers.usprun import main; main()", "--nproc", "2"]
@@ -290,8 +297,6 @@ def test_b23_two_wrappers_run_side_by_side_while_29500_is_taken(tmp_path):
 
 
 def wait_until_all_are_here(runs: "list[subprocess.Popen[str]]", folders: list[Path]) -> None:
-    import time
-
     end = time.monotonic() + 60
     while not all((folder / f"env-{rank}").exists() for folder in folders for rank in range(2)):
         gone = [run for run in runs if run.poll() is not None]

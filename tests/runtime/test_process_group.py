@@ -97,7 +97,7 @@ class Recorder:
     ("kind", "device_id"), [("cuda", torch.device("cuda:1")), ("npu", None), ("musa", None)]
 )
 def test_b05_the_device_is_current_before_the_group_and_bound_where_taken(monkeypatch, kind, device_id):
-    """Order: set the device, then init; device_id goes to nccl only (hccl refuses it); the timeout is passed on."""
+    """Order: set the device, then init; device_id goes to nccl only; the timeout is passed on."""
     record = Recorder(monkeypatch)
     world = connect(Device(kind, 1), env=RankEnv(5, 1, 8, 4), timeout_s=90, self_test=False)
     backend = {"cuda": "nccl", "npu": "hccl", "musa": "mccl"}[kind]
@@ -220,7 +220,7 @@ def test_b30_a_backend_that_returns_zeros_is_found_at_start(ranks, name, expecte
     texts = ranks(3).run(_broken, name, 1, "zeros")
     assert len(set(texts)) == 1
     assert texts[0].startswith(
-        f"self-test: {name} over gloo gave wrong numbers: expected {expected}, got {got} on rank 1; gloo on cpu with"
+        f"self-test: {name} over gloo gave wrong numbers: expected {expected}, got {got} on rank 1; gloo on"
     )
 
 

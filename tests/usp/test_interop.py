@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import tiny
 from tests.usp.test_attention import cached_groups, reference, tensors
 from usp import comm
-from usp.attention import SequenceAttention
+from usp.attention import SequenceAttention, interop
 from usp.attention.interop import LongContextAttention, check_engine, external_attention
 from usp.config import ParallelConfig
 from usp.layout import Split
@@ -87,8 +88,8 @@ def test_unequal_shares_are_refused_before_anything_is_sent(ranks):
     """yunchang ends the process in C++ when shares differ; here the ranks go on."""
     for text in ranks(2).run(refusal, 2, 1, 21, 4):
         assert text == (
-            "engine='yunchang' was asked to attend over 21 tokens on 2 ranks (11, 10): it takes equal shares only, "
-            "and ends the process at others; use engine='usp', or a size whose tokens divide by 2"
+            "engine='yunchang' was asked to attend over 21 tokens on 2 ranks (11, 10): it takes equal shares "
+            "only, and ends the process at others; use engine='usp', or a size whose tokens divide by 2"
         )
     assert all(error == 0.0 for error, _ in ranks(2).run(attend, 2, 1, 16, 4))
 
@@ -112,7 +113,7 @@ def _refusal_with_options(args, options):
 
 @needs_yunchang
 def test_ring_is_refused_where_the_engine_is_wrong():
-    """yunchang 0.6.4 on NPU: every rank attends to KV shard 0. Known before anything is loaded; Ulysses is right."""
+    """yunchang 0.6.4 on NPU: every rank attends to KV shard 0. Known before anything is loaded."""
     with pytest.raises(ValueError, match="computes only while step <= rank and overwrites") as refused:
         check_engine("yunchang", ring_degree=2, device_type="npu")
     assert str(refused.value).startswith("engine='yunchang' with ring_degree=2 on npu: ")
@@ -120,24 +121,27 @@ def test_ring_is_refused_where_the_engine_is_wrong():
     check_engine("yunchang", ring_degree=2, device_type="cpu")
 
 
-class _OnNpu(torch.Tensor):
-    """A tensor that says it is on an NPU."""
-
-    @property
-    def device(self):
-        return torch.device("privateuseone:0")
-
-
-def _ring_call_on_npu():
-    config = engine_config(1, 2)
-    groups = cached_groups(config)
-    external = external_attention(config, groups)
-    q = torch.zeros(1, 4, 2, 8).as_subclass(_OnNpu)
-    torch.utils.rename_privateuse1_backend("npu")
-    with pytest.raises(ValueError, match="with ring_degree=2 on npu"):
+def _ring_call_on_a_wrong_device():
+    """A call on a device whose ring is wrong; returns the error and the bytes sent."""
+    groups = cached_groups(engine_config(1, 2))
+    external = external_attention(engine_config(1, 2), groups)
+    q = torch.zeros(1, 4, 2, 8)
+    interop.WRONG_RINGS["yunchang", "cpu"] = "for this test"
+    try:
         external(q, q, q, Split((8,), 2), None)
-    external.close()
-    return groups.sent["yunchang ring"]
+    except ValueError as error:
+        return str(error), groups.sent["yunchang ring"]
+    finally:
+        del interop.WRONG_RINGS["yunchang", "cpu"]
+        external.close()
+
+
+@needs_yunchang
+def test_ring_on_a_wrong_device_is_refused_at_the_call_too(ranks):
+    """Groups do not know the device, tensors do; nothing is sent."""
+    for text, sent in ranks(2).run(_ring_call_on_a_wrong_device):
+        assert text.startswith("engine='yunchang' with ring_degree=2 on cpu: for this test; use engine='usp'")
+        assert sent == 0
 
 
 @pytest.mark.parametrize(
@@ -174,7 +178,7 @@ def test_engine_that_does_not_import(monkeypatch, tmp_path):
     (tmp_path / "brokenengine-1.2.dist-info").mkdir()
     (tmp_path / "brokenengine-1.2.dist-info" / "METADATA").write_text("Name: brokenengine\nVersion: 1.2\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(interop_modules(), "brokenengine", "brokenengine.attention")
+    monkeypatch.setitem(interop.MODULES, "brokenengine", "brokenengine.attention")
     with pytest.raises(ValueError, match="does not import here") as refused:
         check_engine("brokenengine", ring_degree=1)
     assert str(refused.value) == (
@@ -183,14 +187,8 @@ def test_engine_that_does_not_import(monkeypatch, tmp_path):
     )
 
 
-def interop_modules():
-    from usp.attention import interop
-
-    return interop.MODULES
-
-
 def _two_attentions_in_one_process():
-    """Ulysses and ring attentions, made one after the other, keep their own groups, and yunchang's stay as before."""
+    """Ulysses and ring attentions, made one after the other, keep their groups; yunchang's stay as before."""
     from yunchang.globals import PROCESS_GROUP
 
     before = PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG
@@ -198,7 +196,7 @@ def _two_attentions_in_one_process():
     for ulysses, ring in ((2, 1), (1, 2)):
         groups = cached_groups(engine_config(ulysses, ring))
         made.append(LongContextAttention("yunchang", groups))
-    assert (PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG) == before
+    assert before == (PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG)
     q, k, v = tensors(3, 16, 4)
     for external in made:
         share = [t.chunk(2, dim=1)[dist.get_rank()] for t in (q, k, v)]
@@ -215,8 +213,6 @@ def test_two_engines_in_one_process_do_not_see_each_other(ranks):
 
 
 def _pipeline_error(ulysses, ring):
-    from tests import tiny
-
     pipe = tiny.build("t2v")
     call = tiny.call("t2v", (1, 2, 4))
     want = pipe(**call, generator=torch.Generator().manual_seed(0)).frames
@@ -229,7 +225,7 @@ def _pipeline_error(ulysses, ring):
 @needs_yunchang
 @pytest.mark.parametrize(("size", "ulysses", "ring"), [(2, 2, 1), (2, 1, 2), (4, 2, 2)])
 def test_pipeline_on_the_engine_matches_one_process(ranks, size, ulysses, ring):
-    """ParallelPipeline(pipe, ParallelConfig(engine="yunchang")): the latents within 1e-4, as with our engine."""
+    """ParallelPipeline(pipe, ParallelConfig(engine="yunchang")): latents within 1e-4, as with ours."""
     assert all(error <= 1e-4 for error in ranks(size).run(_pipeline_error, ulysses, ring))
 
 

@@ -96,10 +96,8 @@ class SequenceAttention:
         if mask.shape[-1] != split.total or mask.shape[2] not in (1, split.total):
             raise ValueError(
                 f"an attention mask of shape {tuple(mask.shape)} was given for {split.total} tokens on "
-                f"{sp.size} ranks; "
-                f"rows must be 1 or {split.total} and columns {split.total} (or this rank's "
-                f"{split.sizes[sp.rank]} for "
-                "a key mask); give the whole mask on every rank"
+                f"{sp.size} ranks; rows must be 1 or {split.total} and columns {split.total} (or this rank's "
+                f"{split.sizes[sp.rank]} for a key mask); give the whole mask on every rank"
             )
         order = split.key_order()
         if order is not None:
@@ -122,9 +120,8 @@ def _four_dims(mask: torch.Tensor, batch: int, total: int) -> torch.Tensor:
     that."""
     if mask.ndim == 2 and mask.shape[0] == batch != 1 and batch == total:
         raise ValueError(
-            f"an attention mask of shape {tuple(mask.shape)} was given for batch {batch} and {total} "
-            "tokens, so its rows "
-            "may be batch items or queries; give it four dims, (B, 1, 1, Sk) or (1, 1, Sq, Sk)"
+            f"an attention mask of shape {tuple(mask.shape)} was given for batch {batch} and {total} tokens, "
+            "so its rows may be batch items or queries; give it four dims, (B, 1, 1, Sk) or (1, 1, Sq, Sk)"
         )
     if mask.ndim == 2 and mask.shape[0] == batch:
         return mask[:, None, None]

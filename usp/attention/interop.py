@@ -1,10 +1,10 @@
 """Long-context attention of other installed packages, named as an engine: yunchang, xfuser.
 
-Theirs are the exchange and the merge of the ring's blocks; the local kernel is ours, through the `attn_processor`
-that both take. Of the ways into yunchang 0.6.4 it is the one that is right on every device: its own torch kernels
-have no CPU path, round the log-sum-exp to the input's dtype or set it to zero, and its `UlyssesAttention` on
-torch's kernels runs a ring over the whole world. What they get wrong or cannot do is refused by name before
-anything is sent.
+Theirs are the exchange and the merge of the ring's blocks; the local kernel is ours, through the
+`attn_processor` that both take. Of the ways into yunchang 0.6.4 it is the one that is right on every device:
+its own torch kernels have no CPU path, round the log-sum-exp to the input's dtype or set it to zero, and its
+`UlyssesAttention` on torch's kernels runs a ring over the whole world. What they get wrong or cannot do is
+refused by name before anything is sent.
 """
 
 import importlib
@@ -29,10 +29,10 @@ logger = get_logger(__name__)
 MODULES = {"yunchang": "yunchang", "xfuser": "xfuser.core.long_ctx_attention"}
 CLASSES = {"yunchang": "LongContextAttention", "xfuser": "xFuserLongContextAttention"}
 
-# Devices on which their ring is wrong, and why.
+# Devices on which an engine's ring is wrong, and why.
 WRONG_RINGS = {
-    "npu": "its ring there computes only while step <= rank and overwrites instead of merging, so that every rank "
-    "attends to the keys of rank 0 alone"
+    ("yunchang", "npu"): "its ring there computes only while step <= rank and overwrites instead of merging, so that every "
+    "rank attends to the keys of rank 0 alone"
 }
 # Their local kernels whose log-sum-exp is not one.
 WRONG_KERNELS = {
@@ -49,8 +49,8 @@ def external_attention(
 ) -> "LongContextAttention | None":
     """The attention of `config.engine`, or None for our own and for a sequence that one rank holds alone.
 
-    `kernel` names the local kernel. Call it on all ranks alike. Raises ValueError if the engine is not installed,
-    does not import here, or does not take the kernel.
+    `kernel` names the local kernel. Call it on all ranks alike. Raises ValueError if the engine is not
+    installed, does not import here, or does not take the kernel.
     """
     if config.engine == "usp":
         return None
@@ -61,7 +61,9 @@ def external_attention(
     return LongContextAttention(config.engine, groups, kernel)
 
 
-def check_engine(engine: str, *, ring_degree: int, kernel: str = "auto", device_type: str | None = None) -> None:
+def check_engine(
+    engine: str, *, ring_degree: int, kernel: str = "auto", device_type: str | None = None
+) -> None:
     """Raise ValueError unless `engine` is installed, imports, and is right for this ring, kernel and device.
 
     Needs no process group, so it can be called before anything is loaded.
@@ -70,8 +72,8 @@ def check_engine(engine: str, *, ring_degree: int, kernel: str = "auto", device_
     if kernel != "auto" and kernel not in KERNELS:
         why = WRONG_KERNELS.get(kernel, "is not known")
         raise ValueError(
-            f"kernel={kernel!r} with engine={engine!r}: it {why}; the local kernel of an engine is one of ours: "
-            f"auto, {', '.join(KERNELS)}"
+            f"kernel={kernel!r} with engine={engine!r}: it {why}; the local kernel of an engine is one of "
+            f"ours: auto, {', '.join(KERNELS)}"
         )
     _attention_class(engine)
 
@@ -93,13 +95,19 @@ class LongContextAttention:
         with _process_groups(self._handle(groups.ulysses), self._handle(groups.ring)):
             try:
                 made = _attention_class(engine)(attn_type=OURS, attn_processor=run)
-            except (ImportError, AttributeError) as error:  # imports of its own, by version of the other package
+            except ImportError as error:  # xfuser 0.7.0 asks here for a name that yunchang 0.6.4 lacks
+                self.close()
                 raise _does_not_import(engine, error) from error
         # xfuser takes first the module whose keys it may cache
         self._attend: Callable[..., torch.Tensor] = made if engine == "yunchang" else partial(made, None)
 
     def __call__(
-        self, q_BSHD: torch.Tensor, k_BSHD: torch.Tensor, v_BSHD: torch.Tensor, split: Split, scale: float | None
+        self,
+        q_BSHD: torch.Tensor,
+        k_BSHD: torch.Tensor,
+        v_BSHD: torch.Tensor,
+        split: Split,
+        scale: float | None,
     ) -> torch.Tensor:
         """Attend this rank's tokens to those of all ranks. Collective over `groups.sp`.
 
@@ -127,15 +135,15 @@ class LongContextAttention:
         _check_ring(self.engine, ring, q_BSHD.device.type)
         if len(set(split.sizes)) > 1:
             raise ValueError(
-                f"engine={self.engine!r} was asked to attend over {split.total} tokens on {split.parts} ranks "
-                f"({', '.join(map(str, split.sizes))}): it takes equal shares only, and ends the process at others; "
-                f"use engine='usp', or a size whose tokens divide by {split.parts}"
+                f"engine={self.engine!r} was asked to attend over {split.total} tokens on {split.parts} "
+                f"ranks ({', '.join(map(str, split.sizes))}): it takes equal shares only, and ends the process "
+                f"at others; use engine='usp', or a size whose tokens divide by {split.parts}"
             )
         for what, heads in (("heads", q_BSHD.shape[2]), ("key/value heads", k_BSHD.shape[2])):
             if heads % ulysses:
                 raise ValueError(
-                    f"engine={self.engine!r} with ulysses_degree={ulysses} on {heads} {what}: it takes a multiple "
-                    f"of the degree only; use engine='usp', or give these ranks to ring_degree"
+                    f"engine={self.engine!r} with ulysses_degree={ulysses} on {heads} {what}: it takes a "
+                    f"multiple of the degree only; use engine='usp', or give these ranks to ring_degree"
                 )
 
     def _handle(self, group: Group) -> Any:
@@ -147,15 +155,16 @@ class LongContextAttention:
 
 
 def _check_ring(engine: str, ring_degree: int, device_type: str | None) -> None:
-    if ring_degree > 1 and device_type in WRONG_RINGS:
+    why = WRONG_RINGS.get((engine, device_type))
+    if ring_degree > 1 and why is not None:
         raise ValueError(
-            f"engine={engine!r} with ring_degree={ring_degree} on {device_type}: {WRONG_RINGS[device_type]}; "
+            f"engine={engine!r} with ring_degree={ring_degree} on {device_type}: {why}; "
             "use engine='usp', or ulysses_degree alone"
         )
 
 
 def _with_lse(kernel: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Our kernel as their processor, for a ring that merges by the log-sum-exp; theirs is BSHD and BHS too."""
+    """Our kernel as their processor, for a ring that merges by the log-sum-exp; they use BSHD and BHS too."""
 
     def run(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float | None, **_: Any
@@ -185,7 +194,9 @@ def _attention_class(engine: str) -> Any:
         )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # yunchang 0.6.4 decorates with torch.jit.script
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # yunchang 0.6.4 decorates with torch.jit.script
             return getattr(importlib.import_module(MODULES[engine]), CLASSES[engine])
     except Exception as error:
         raise _does_not_import(engine, error) from error

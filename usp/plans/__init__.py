@@ -11,7 +11,7 @@ def plan_for(model: object) -> ShardPlan:
     name = type(model).__name__
     if name not in PLANS:
         raise ValueError(
-            f"{name} has no shard plan; there are plans for {', '.join(sorted(PLANS))}; "
-            "to add one write usp/plans/<family>.py and list it in usp/plans/__init__.py"
+            f"{name} has no shard plan; there are plans for {', '.join(sorted(PLANS))}; to add one write "
+            "usp/plans/<family>.py and list it in usp/plans/__init__.py"
         )
     return PLANS[name]
