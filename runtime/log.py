@@ -39,6 +39,7 @@ class RankHandler(logging.StreamHandler):
         self.setFormatter(_RankFormatter(f"[rank {rank}] " if rank != 0 and world_size > 1 else ""))
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Write one record to the stderr of the moment."""
         self.stream = sys.stderr
         super().emit(record)
 

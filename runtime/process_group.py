@@ -165,7 +165,7 @@ def _adopt(device: Device, env: RankEnv, backend: str | None, timeout_s: float) 
 
 
 def _backend_of(device: Device) -> str:
-    """The backend that serves this device: of a group with cpu:gloo,cuda:nccl the one for its kind."""
+    """The backend that serves this device: of a composite group the one for its kind."""
     parts = dict(part.split(":", 1) for part in str(dist.get_backend_config()).split(",") if ":" in part)
     return parts.get(device.kind, dist.get_backend())
 

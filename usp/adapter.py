@@ -111,6 +111,11 @@ class Sharded:
         """Tokens of a stream on each rank of the sequence, in the forward at hand."""
         return split_sizes(self._lengths[stream], self._group.size)
 
+    def share_of(self, stream: str) -> int:
+        """This rank's tokens of a stream in the forward at hand; 0 where one copied token carries an empty
+        share."""
+        return self.sizes(stream)[self._group.rank]
+
     def _share(self, tensor: torch.Tensor, entry: SplitInput | SplitOutput) -> torch.Tensor:
         length = self._lengths.setdefault(entry.stream, tensor.shape[entry.dim])
         if tensor.shape[entry.dim] != length:

@@ -1,4 +1,5 @@
-"""Which guidance branch a forward belongs to: the name that the pipeline gives to the model's `cache_context`."""
+"""Which guidance branch a forward belongs to: the name that the pipeline gives to the model's
+`cache_context`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -128,10 +128,12 @@ def split(tensor: torch.Tensor, *, dim: int, sizes: Sequence[int], group: Group)
     return tensor.narrow(dim, offsets(tuple(sizes))[group.rank], sizes[group.rank]).contiguous()
 
 
-def gather(tensor: torch.Tensor, *, dim: int, sizes: Sequence[int], group: Group) -> torch.Tensor:
+def gather(
+    tensor: torch.Tensor, *, dim: int, sizes: Sequence[int], group: Group, name: str = "gather"
+) -> torch.Tensor:
     """The whole tensor, on every rank, from the shares along `dim`; the inverse of `split`.
 
-    Collective over `group`. The result is a fresh tensor.
+    Collective over `group`. The result is a fresh tensor; `name` counts its bytes.
     """
     assert tensor.shape[dim] == sizes[group.rank], (
         f"rank {group.rank} holds {tensor.shape[dim]} tokens, the split table has {sizes[group.rank]}"
@@ -140,8 +142,23 @@ def gather(tensor: torch.Tensor, *, dim: int, sizes: Sequence[int], group: Group
     row = share[:1].numel() if share.shape[0] else share.new_empty(1, *share.shape[1:]).numel()
     whole = tensor.new_empty(sum(sizes) * row)
     whole.split([s * row for s in sizes])[group.rank].view(share.shape).copy_(share)
-    _share_in_place(whole, [s * row for s in sizes], group, "gather")
+    _share_in_place(whole, [s * row for s in sizes], group, name)
     return whole.view(sum(sizes), *share.shape[1:]).movedim(0, dim).contiguous()
+
+
+def agree_sums(sums: torch.Tensor, *, group: Group) -> list[float]:
+    """The sums over all ranks of `group` of a few numbers (1-D), the same bits on every rank.
+
+    Every rank's numbers are gathered and added in rank order in float64. An all-reduce need not round alike
+    on all ranks, and so would need a broadcast behind it before anything may branch on the result.
+    Collective: every rank of `group` must enter it, whatever it holds. Waits for the device. Its few bytes
+    are not counted in `sent`.
+    """
+    if group.handle is None:
+        return sums.tolist()
+    rows = [torch.empty_like(sums) for _ in range(group.size)]
+    dist.all_gather(rows, sums, group=group.handle)
+    return [sum(column) for column in zip(*torch.stack(rows).tolist(), strict=True)]
 
 
 def exchange(

@@ -5,6 +5,7 @@ Everything here is frozen and validated at construction, so the rest of the pack
 
 import re
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Literal
 
 Engine = Literal["usp", "yunchang", "xfuser"]
@@ -80,6 +81,36 @@ class ParallelConfig:
     def __str__(self) -> str:
         axes = " ".join(f"{axis}{self.degree(axis)}" for axis in AXES if self.degree(axis) > 1)
         return (axes or "one rank") + ("" if self.engine == "usp" else f" ({self.engine})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """When a forward may reuse the last computed one's work (`usp.cache`); counted per guidance branch.
+
+    `threshold` is the relative change of the first block's residual below which a forward is skipped; 0 never
+    skips. The first `warmup_steps` forwards are computed, and at most `max_skip_streak` in a row are skipped:
+    the first steps settle the layout, and without a limit one bad step is copied to the end, since a collapsed
+    latent hardly changes. All ranks must hold an equal config.
+    """
+
+    threshold: float
+    warmup_steps: int = 4
+    max_skip_streak: int = 3
+
+    def __post_init__(self) -> None:
+        threshold = self.threshold
+        if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold < inf:
+            raise ValueError(
+                f"threshold={threshold!r} was asked for; it is a relative change, a finite number of 0 or more; "
+                "use 0.08, or leave the cache out to compute every step"
+            )
+        for name, least in (("warmup_steps", 0), ("max_skip_streak", 1)):
+            steps = getattr(self, name)
+            if not isinstance(steps, int) or isinstance(steps, bool) or steps < least:
+                raise ValueError(
+                    f"{name}={steps!r} was asked for; it is a whole number of steps, {least} or more; leave it "
+                    f"out to get {getattr(type(self), name)}"
+                )
 
 
 def parse_parallel(text: str) -> ParallelConfig:
@@ -162,7 +193,19 @@ def choose_parallel(
 
 
 def spellings(world_size: int) -> list[str]:
-    """Every spelling whose degrees multiply to `world_size`, single axes first."""
+    """The spellings whose degrees multiply to `world_size`: one axis, two, and both with two guidance
+    branches."""
+    found = _sequence_spellings(world_size)
+    if world_size % 2 == 0:
+        found += [f"'cfg2 {text}'" if text else "'cfg2'" for text in _bare(world_size // 2)]
+    return found
+
+
+def _bare(world_size: int) -> list[str]:
+    return [text.strip("'") for text in _sequence_spellings(world_size)] if world_size > 1 else [""]
+
+
+def _sequence_spellings(world_size: int) -> list[str]:
     found = []
     for ulysses in range(world_size, 0, -1):
         if world_size % ulysses:

@@ -104,4 +104,6 @@ def load(job: Job, world: World) -> tuple[Any, ModelFacts]:
         world.wait_for_main("download", fetch, LOAD_LIMIT_S)
         facts = read_model_folder(Path(fetch()), pipeline=job.task.pipeline)
         check_request(job, facts)
-    return load_pipeline(facts, job.dtype, quiet=not world.is_main), facts
+    pipeline = load_pipeline(facts, job.dtype, quiet=not world.is_main)
+    world.meet("loading the model", LOAD_LIMIT_S)  # a slow disk may take longer than a collective may
+    return pipeline, facts

@@ -17,7 +17,10 @@ from usp.adapter import Sharded, sharded
 from usp.attention import SequenceAttention
 from usp.attention.interop import external_attention
 from usp.attention.kernels import check_kernel
+from usp.branches import Branches
+from usp.cfg_parallel import BranchExchange, CfgParallel
 from usp.config import ParallelConfig, resolve_parallel
+from usp.deferred import concrete
 from usp.mesh import make_groups
 from usp.plans import PLANS, plan_for
 from usp.randomness import agree_generator, same_default_rng
@@ -49,6 +52,7 @@ class ParallelPipeline:
         device: str | None = None,
         world: World | None = None,
         timeout_s: float = 600.0,
+        strict: bool = False,
     ) -> None:
         self.pipeline = pipeline
         self.step = 0  # steps done in the call at hand, or in the last one
@@ -58,15 +62,14 @@ class ParallelPipeline:
         self._watch: Stopwatch | None = None
         self._handles: list[Any] = []
         self._sharded: dict[str, Sharded] = {}
+        self._branches: dict[str, Branches] = {}
+        self._cfg: dict[str, CfgParallel] = {}
+        self._exchange: BranchExchange | None = None
+        self._strict = strict
         self._broken: str | None = None
         self._progress_bar_config = dict(getattr(pipeline, "_progress_bar_config", {}))
         self._groups = None
         self.parallel = resolve_parallel(parallel, _ranks_running(world), heads=_heads(self._models))
-        if self.parallel.cfg_degree > 1:
-            raise ValueError(
-                f"cfg_degree={self.parallel.cfg_degree} was asked for; guidance branches are not spread over "
-                "ranks yet; give these ranks to the sequence, for example with ulysses_degree"
-            )
         self.world = world or _connect(device, timeout_s)
         try:
             self._go_parallel(kernel, timeout_s)
@@ -87,6 +90,13 @@ class ParallelPipeline:
             self._handles.append(model.register_forward_pre_hook(self._before_forward, prepend=True))
             if self.parallel.sp_degree > 1:
                 self._sharded[name] = sharded(model, plan_for(model), attention)
+        if self.parallel.cfg_degree > 1:
+            self._exchange = BranchExchange(self._groups.cfg)
+            for name, model in self._models.items():
+                self._branches[name] = Branches(model)
+                self._cfg[name] = CfgParallel(
+                    model, plan_for(model), self._exchange, self._branches[name], strict=self._strict
+                )
         if not self.world.is_main and hasattr(self.pipeline, "set_progress_bar_config"):
             self.pipeline.set_progress_bar_config(**{**self._progress_bar_config, "disable": True})
         logger.info(format_report("parallel pipeline", self._start_rows(attention)))
@@ -107,11 +117,13 @@ class ParallelPipeline:
         arguments["generator"] = generator
         self._track_steps(arguments)
         sent_before = self.sent_bytes
+        for part in (*filter(None, [self._exchange]), *self._cfg.values()):
+            part.begin_call()
         self.step, self._watch = 0, Stopwatch(self.world.device)
         self.world.device.reset_memory_peak()
         try:
             with same_default_rng(self.world):
-                result = self.pipeline(**arguments)
+                result = _with_values(self.pipeline(**arguments))
         except BaseException as error:
             if self._watch.encoded is not None and self.world.world_size > 1:
                 self._broken = f"{type(error).__name__} after step {self.step}"
@@ -142,11 +154,11 @@ class ParallelPipeline:
 
         May be called again.
         """
-        for shard in self._sharded.values():
-            shard.close()
+        for part in (*self._cfg.values(), *self._branches.values(), *self._sharded.values()):
+            part.close()
         for handle in self._handles:
             handle.remove()
-        self._sharded, self._handles = {}, []
+        self._cfg, self._branches, self._sharded, self._handles = {}, {}, {}, []
         if hasattr(self.pipeline, "_progress_bar_config"):
             self.pipeline.set_progress_bar_config(**self._progress_bar_config)
         if self._groups is not None:
@@ -221,6 +233,7 @@ class ParallelPipeline:
             arguments["callback_on_step_end_tensor_inputs"] = users.tensor_inputs
 
         def on_step_end(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            tensors = concrete(tensors)
             self.step = step + 1
             if self._watch is not None:
                 self._watch.mark_step()
@@ -269,6 +282,15 @@ OWN_ATTRIBUTES = frozenset(
         ),
     )
 )
+
+
+def _with_values(result: Any) -> Any:
+    """A pipeline's result with plain tensors, where a branch's value was not needed until now."""
+    if isinstance(result, dict):  # a diffusers output
+        for name, value in result.items():
+            result[name] = concrete(value)
+        return result
+    return concrete(result)
 
 
 def _planned_models(pipeline: Any) -> dict[str, Any]:

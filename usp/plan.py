@@ -64,6 +64,20 @@ class SharedAttention:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Output:
+    """What a forward returns, known without computing it: like `argument`, with the channels that the config
+    names.
+
+    `batched` lists the arguments that have the batch as their first axis.
+    """
+
+    argument: str = "hidden_states"
+    channel_dim: int = 1
+    channel_config: str = "out_channels"
+    batched: tuple[str, ...] = ("hidden_states", "timestep", "encoder_hidden_states")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShardPlan:
     """How one model class is spread over the ranks of a sequence.
 
@@ -79,5 +93,6 @@ class ShardPlan:
     attentions: tuple[SharedAttention, ...]
     blocks: str
     replicated: tuple[Replicated, ...] = ()
+    output: Output = Output()
     head_config: str = "num_attention_heads"
     head_dim_config: str = "attention_head_dim"

@@ -142,13 +142,15 @@ def test_options_are_read_as_torchrun_reads_them(line):
 
 
 def test_the_programs_options_cannot_be_ambiguous_to_torchrun():
-    """argparse refuses --log or --nproc after the script, though they are the script's: "--" keeps them from it."""
+    """argparse would refuse a script's own --log or --nproc as ambiguous: "--" keeps it away."""
     from torch.distributed.run import get_args_parser
 
-    words = torchrun_arguments(["--nproc", "2", "-m", "usp.run", "wan", "--log", "x", "--nproc", "3", "--", "--r"], {})
+    words = torchrun_arguments(
+        ["--nproc", "2", "-m", "usp.run", "wan", "--log", "x", "--nproc", "3", "--r"], {}
+    )
     theirs = get_args_parser().parse_args(words)
     assert theirs.training_script == "usp.run"
-    assert theirs.training_script_args == ["wan", "--log", "x", "--nproc", "3", "--", "--r"]
+    assert theirs.training_script_args == ["wan", "--log", "x", "--nproc", "3", "--r"]
     assert (theirs.nproc_per_node, theirs.module) == ("2", True)
 
 
@@ -226,9 +228,10 @@ PROGRAM = """
 import json, os, pathlib, sys, time
 folder = pathlib.Path(sys.argv[1])
 rank = os.environ["RANK"]
-(folder / f"here-{rank}").touch()
 names = ("RANK", "WORLD_SIZE", "MASTER_PORT", "OMP_NUM_THREADS", "USE_LIBUV")
-(folder / f"env-{rank}").write_text(json.dumps({n: os.environ.get(n) for n in names} | {"argv": sys.argv[2:]}))
+facts = {name: os.environ.get(name) for name in names} | {"argv": sys.argv[2:]}
+(folder / f"env-{rank}.new").write_text(json.dumps(facts))
+(folder / f"env-{rank}.new").rename(folder / f"env-{rank}")
 while not (folder / "go").exists():
     time.sleep(0.05)
 sys.exit(int(sys.argv[-1]))

@@ -16,8 +16,8 @@ def _restore():
     before = [(log, log.handlers[:], log.level, log.propagate) for log in loggers]
     yield
     for log, handlers, level, propagate in before:
-        log.handlers[:], log.level, log.propagate = handlers, level, propagate
-        log.manager._clear_cache()
+        log.handlers[:], log.propagate = handlers, propagate
+        log.setLevel(level)
 
 
 def said(capsys: pytest.CaptureFixture[str], rank: int, world_size: int) -> str:

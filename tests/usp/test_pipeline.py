@@ -24,7 +24,7 @@ CASES: list[Case] = [
     ("t2v", {"tokens": (2, 1, 1), **ONE_BRANCH}),
     ("i2v", {"tokens": (3, 2, 3), **ONE_BRANCH}),
     ("i2v", {"tokens": (1, 1, 3), "num_inference_steps": 1}),
-    ("ti2v", {"tokens": (2, 1, 3), **ONE_BRANCH}),
+    ("ti2v", {"tokens": (1, 1, 13), **ONE_BRANCH}),
     ("ti2v_image", {"tokens": (3, 1, 5), **ONE_BRANCH}),
     ("ti2v_image", {"tokens": (3, 1, 1), **ONE_BRANCH}),
     ("two_experts", {"tokens": (1, 1, 13)}),
@@ -86,6 +86,13 @@ def test_b28_each_item_of_a_batch_equals_its_own_run(ranks, size, layout):
         for result, items in zip(results, (single, repeated), strict=True):
             assert np.abs(result - np.concatenate(items)).max() <= TOLERANCE
             assert np.abs(result[0] - result[1]).max() > 0.1, "the items are meant to differ"
+
+
+def test_b01_as_many_tokens_as_there_are_modulations(ranks):
+    """B01: with a timestep per token `temb` is (B, S, 6, D); a clip of just 6 tokens is no special case."""
+    case = ("ti2v", {"tokens": (2, 1, 3), **ONE_BRANCH})
+    for (result,) in ranks(2).run(together, "ulysses2", [case]):
+        assert np.abs(result - alone(*case)).max() <= TOLERANCE
 
 
 def with_heads(layout: str, heads: int) -> np.ndarray:

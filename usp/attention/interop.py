@@ -30,10 +30,11 @@ MODULES = {"yunchang": "yunchang", "xfuser": "xfuser.core.long_ctx_attention"}
 CLASSES = {"yunchang": "LongContextAttention", "xfuser": "xFuserLongContextAttention"}
 
 # Devices on which an engine's ring is wrong, and why.
-WRONG_RINGS = {
-    ("yunchang", "npu"): "its ring there computes only while step <= rank and overwrites instead of merging, so that every "
-    "rank attends to the keys of rank 0 alone"
-}
+OVERWRITES = (
+    "its ring there computes only while step <= rank and overwrites instead of merging, so that every rank "
+    "attends to the keys of rank 0 alone"
+)
+WRONG_RINGS = {("yunchang", "npu"): OVERWRITES}
 # Their local kernels whose log-sum-exp is not one.
 WRONG_KERNELS = {
     "torch_math": "gives zeros as its log-sum-exp",
@@ -136,8 +137,8 @@ class LongContextAttention:
         if len(set(split.sizes)) > 1:
             raise ValueError(
                 f"engine={self.engine!r} was asked to attend over {split.total} tokens on {split.parts} "
-                f"ranks ({', '.join(map(str, split.sizes))}): it takes equal shares only, and ends the process "
-                f"at others; use engine='usp', or a size whose tokens divide by {split.parts}"
+                f"ranks ({', '.join(map(str, split.sizes))}): it takes equal shares only, and ends the "
+                f"process at others; use engine='usp', or a size whose tokens divide by {split.parts}"
             )
         for what, heads in (("heads", q_BSHD.shape[2]), ("key/value heads", k_BSHD.shape[2])):
             if heads % ulysses:
@@ -155,7 +156,7 @@ class LongContextAttention:
 
 
 def _check_ring(engine: str, ring_degree: int, device_type: str | None) -> None:
-    why = WRONG_RINGS.get((engine, device_type))
+    why = WRONG_RINGS.get((engine, device_type or ""))
     if ring_degree > 1 and why is not None:
         raise ValueError(
             f"engine={engine!r} with ring_degree={ring_degree} on {device_type}: {why}; "

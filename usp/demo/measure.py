@@ -50,7 +50,7 @@ def direction_name(frames: np.ndarray) -> str | None:
 def shape_name(frames: np.ndarray) -> str | None:
     """Circle, square or triangle, by how much of its bounding box the shape fills, or None without a shape.
 
-    The median over frames is compared with pi / 4, 1 and 0.58 (a triangle of few pixels fills more than half).
+    The median over frames is compared with pi / 4, 1 and 0.58 (small triangles fill more than half).
     """
     mask = shape_mask(frames)
     if mask.sum() < LEAST_PIXELS * len(frames):

@@ -1,6 +1,6 @@
 """Wan 2.1 and 2.2, text- and image-to-video; per-token timesteps (TI2V) included."""
 
-from usp.plan import GatherOutput, Replicated, ShardPlan, SharedAttention, SplitInput, SplitOutput
+from usp.plan import GatherOutput, Output, Replicated, ShardPlan, SharedAttention, SplitInput, SplitOutput
 
 WAN = ShardPlan(
     model="WanTransformer3DModel",
@@ -17,6 +17,9 @@ WAN = ShardPlan(
     ),  # after the projection: 64 channels travel, not the width
     attentions=(SharedAttention(modules="blocks.*.attn1"),),
     blocks="blocks",
+    output=Output(
+        batched=("hidden_states", "timestep", "encoder_hidden_states", "encoder_hidden_states_image"),
+    ),
     replicated=(
         Replicated(argument="encoder_hidden_states", ndim=3),
         Replicated(argument="temb", ndim=3),  # (B, 6, D) per sample; per token it is (B, S, 6, D) and was cut

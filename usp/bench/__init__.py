@@ -1,0 +1,4 @@
+"""python -m usp.bench: how fast each strategy, and each peer, is against one process on one thread.
+
+rounds.py times, ideal.py says what to expect, contenders.py and peers.py hold what is compared, sheet.py prints.
+"""
