@@ -52,6 +52,7 @@ class _RankFormatter(logging.Formatter):
         self.prefix = prefix
 
     def format(self, record: logging.LogRecord) -> str:
+        """The record's text as it is shown."""
         text = super().format(record)
         if record.levelno >= logging.WARNING:
             text = f"{record.levelname.lower()}: {text}"

@@ -1,8 +1,8 @@
 """First-block cache: a forward whose first block changes little reuses the other blocks' work.
 
-The first block runs in every forward. If its residual (output - input) has changed little since the last computed
-forward, the other blocks are left out, and what they added then is added again. Applied from outside to the
-blocks that a plan names; the ranks that share a forward decide together. Off unless asked for.
+The first block runs in every forward. If its residual (output - input) has changed little since the last
+computed forward, the other blocks are left out, and what they added then is added again. Applied from outside
+to the blocks that a plan names; the ranks that share a forward decide together. Off unless asked for.
 
 Source: ParaAttention's first-block cache, after TeaCache (arXiv 2411.19108).
 """
@@ -29,7 +29,7 @@ from usp.plan import ShardPlan, SplitInput
 
 DECIDES = "hidden_states"  # the block argument whose residual is compared: the picture's tokens, (B, S, D)
 
-Blocks = torch.Tensor | tuple[torch.Tensor | None, ...]  # what a block returns
+Result = torch.Tensor | tuple[torch.Tensor | None, ...]  # what a block returns
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class _State:
     """One branch's last computed forward, and its decisions so far."""
 
     residual: torch.Tensor | None = None  # of the first block
-    rest: Blocks | None = None  # what the other blocks added
+    rest: Result | None = None  # what the other blocks added
     streak: int = 0
     skipped: list[bool] = field(default_factory=list)
     changes: list[float] = field(default_factory=list)
@@ -95,9 +95,9 @@ class _Forward:
     """The forward at hand, from the end of the first block to the end of the last."""
 
     state: _State
-    first: Blocks  # what the first block returned
+    first: Result  # what the first block returned
     residual: torch.Tensor
-    result: Blocks  # when skipped, what the last block is to return; else a copy of `first`
+    result: Result  # when skipped, what the last block is to return; else a copy of `first`
     skipped: bool
 
 
@@ -124,7 +124,7 @@ class FirstBlockCache:
         self._marks: list[tuple[float, bool]] = []  # when each decision of the call was taken, and which
         self._now: _Forward | None = None
         first, *middle, last = _blocks(model, plan)
-        self._restore = [_set_forward(first, self._around_first(first.forward, outputs))]
+        self._restore = [_set_forward(first, self._around_first(first.forward))]
         self._restore += [_set_forward(block, self._around_middle(block.forward)) for block in middle]
         self._restore.append(_set_forward(last, self._around_last(last.forward)))
 
@@ -132,9 +132,9 @@ class FirstBlockCache:
         """Forget the call before, also one that failed, and start to work.
 
         `is_last(done)` is asked at each forward whether it belongs to the call's last step, which is then
-        computed; `done` counts the earlier forwards of this branch on this model. A scheduler may take several
-        forwards a step (Heun two), and two models may share the steps, so only the caller knows. It must say
-        the same on all ranks.
+        computed; `done` counts the earlier forwards of this branch on this model. Only the caller knows: a
+        scheduler may take several forwards a step (Heun two), and two models may share the steps. It must
+        answer alike on all ranks.
         """
         self._states.clear()
         self._marks.clear()
@@ -184,33 +184,32 @@ class FirstBlockCache:
     def notice(self) -> str:
         """A sentence for the log if forwards ran and none was skipped; "" if all is well."""
         branches = self.report().values()
-        forwards = sum(len(branch.skipped) for branch in branches)
-        if forwards == 0 or any(branch.hits for branch in branches):
+        forwards = [len(branch.skipped) for branch in branches]
+        if not forwards or any(branch.hits for branch in branches):
             return ""
         warm_up = self.config.warmup_steps
         changes = [c for branch in branches for c in branch.changes[max(1, warm_up) : -1] if math.isfinite(c)]
-        asked = f"the cache skipped none of {forwards} forwards at threshold {self.config.threshold:g}; "
+        asked = f"the cache skipped none of {sum(forwards)} forwards at threshold {self.config.threshold:g}; "
         if not changes:
             return asked + (
-                f"each branch had {max(len(branch.skipped) for branch in branches)}, and the first {warm_up} "
+                f"a branch had {max(forwards)}, of which the first {warm_up} "
                 "and the last are always computed; take more steps, lower warmup_steps, or leave the cache off"
             )
         return asked + (
-            f"the smallest change from one to the next was {min(changes):.3g}; set the threshold above it, or "
-            "leave the cache off"
+            f"the smallest change from one to the next was {min(changes):.3g}; set the threshold above it, "
+            "or leave the cache off"
         )
 
-    def _around_first(self, original: Callable[..., Blocks], outputs: tuple[str, ...]) -> Callable[..., Blocks]:
+    def _around_first(self, original: Callable[..., Result]) -> Callable[..., Result]:
         signature = inspect.signature(original)
-        missing = [name for name in (DECIDES, *outputs) if name not in signature.parameters]
-        if missing:
+        if not {DECIDES, *self._outputs} <= signature.parameters.keys():
             raise ValueError(
-                f"the cache compares {DECIDES!r} and continues {', '.join(outputs)}; the blocks take "
-                f"{', '.join(signature.parameters)}; give `outputs` the names of these"
+                f"a cache was asked for that compares {DECIDES!r} and continues {', '.join(self._outputs)}; "
+                f"the blocks take {', '.join(signature.parameters)}; give `outputs` names of these"
             )
 
         @functools.wraps(original)  # hooks read the signature
-        def forward(*args: Any, **kwargs: Any) -> Blocks:
+        def forward(*args: Any, **kwargs: Any) -> Result:
             if not self._in_call:
                 return original(*args, **kwargs)
             self._now = None  # what a forward that failed left
@@ -222,18 +221,18 @@ class FirstBlockCache:
 
         return forward
 
-    def _around_middle(self, original: Callable[..., Blocks]) -> Callable[..., Blocks]:
+    def _around_middle(self, original: Callable[..., Result]) -> Callable[..., Result]:
         @functools.wraps(original)
-        def forward(*args: Any, **kwargs: Any) -> Blocks:
+        def forward(*args: Any, **kwargs: Any) -> Result:
             if self._now is not None and self._now.skipped:
                 return self._now.first
             return original(*args, **kwargs)
 
         return forward
 
-    def _around_last(self, original: Callable[..., Blocks]) -> Callable[..., Blocks]:
+    def _around_last(self, original: Callable[..., Result]) -> Callable[..., Result]:
         @functools.wraps(original)
-        def forward(*args: Any, **kwargs: Any) -> Blocks:
+        def forward(*args: Any, **kwargs: Any) -> Result:
             now = self._now
             if now is not None and now.skipped:
                 self._now = None
@@ -241,13 +240,13 @@ class FirstBlockCache:
             output = original(*args, **kwargs)
             if now is not None:
                 now.state.residual = now.residual
-                now.state.rest = _each(torch.sub, output, now.result)
+                now.state.rest = _each(lambda last, first: last.detach() - first, output, now.result)
                 self._now = None
             return output
 
         return forward
 
-    def _decide(self, output: Blocks, residual: torch.Tensor) -> _Forward:
+    def _decide(self, output: Result, residual: torch.Tensor) -> _Forward:
         """The one place that branches: on sums that all ranks of the group share, and on counts."""
         state = self._states.setdefault(self._branches.current, _State())
         # Entered in every forward, whatever is known here: no rank may wait for one that did not come.
@@ -288,7 +287,7 @@ class FirstBlockCache:
         sums = [t.abs().sum(-1, dtype=within).sum(dtype=dtype) for t in (residual - previous, previous)]
         return torch.stack(sums)
 
-    def _main(self, output: Blocks) -> torch.Tensor:
+    def _main(self, output: Result) -> torch.Tensor:
         """The element of a block's result that decides."""
         tensor = output if isinstance(output, torch.Tensor) else output[self._outputs.index(DECIDES)]
         assert tensor is not None, f"the first block gave no {DECIDES}"
@@ -311,8 +310,8 @@ def _blocks(model: nn.Module, plan: ShardPlan) -> list[nn.Module]:
     blocks = list(dict(model.named_modules()).get(plan.blocks, nn.ModuleList()).children())
     if len(blocks) < 2:
         raise ValueError(
-            f"a cache was asked for; {name} has {len(blocks)} blocks in {plan.blocks!r}, and the first always "
-            "runs; leave the cache off"
+            f"a cache was asked for; {name} has {len(blocks)} blocks in {plan.blocks!r}, and the first "
+            "always runs; leave the cache off"
         )
     return blocks
 
@@ -323,12 +322,12 @@ def _stream(plan: ShardPlan) -> str:
         if isinstance(entry, SplitInput) and entry.argument == DECIDES:
             return entry.stream
     raise ValueError(
-        f"a cache was asked for; the plan for {plan.model} does not say where {DECIDES!r} is split; leave the "
-        "cache off"
+        f"a cache was asked for; the plan for {plan.model} does not say where {DECIDES!r} is split; leave "
+        "the cache off"
     )
 
 
-def _set_forward(block: nn.Module, forward: Callable[..., Blocks]) -> Callable[[], None]:
+def _set_forward(block: nn.Module, forward: Callable[..., Result]) -> Callable[[], None]:
     """Give one module another forward; what comes back undoes it, unless somebody has wrapped it since."""
     own = block.__dict__.get("forward")
     block.forward = forward
@@ -343,8 +342,8 @@ def _set_forward(block: nn.Module, forward: Callable[..., Blocks]) -> Callable[[
 
 
 def _each(
-    combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], output: Blocks, other: Blocks
-) -> Blocks:
+    combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], output: Result, other: Result
+) -> Result:
     """A block's result, each tensor combined with its counterpart; None where either has none."""
     if isinstance(output, torch.Tensor):
         assert isinstance(other, torch.Tensor), "blocks of one list return alike"

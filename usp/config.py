@@ -88,9 +88,9 @@ class CacheConfig:
     """When a forward may reuse the last computed one's work (`usp.cache`); counted per guidance branch.
 
     `threshold` is the relative change of the first block's residual below which a forward is skipped; 0 never
-    skips. The first `warmup_steps` forwards are computed, and at most `max_skip_streak` in a row are skipped:
-    the first steps settle the layout, and without a limit one bad step is copied to the end, since a collapsed
-    latent hardly changes. All ranks must hold an equal config.
+    skips. The first `warmup_steps` forwards are computed, since they settle the layout. At most
+    `max_skip_streak` in a row are skipped: a latent that has collapsed hardly changes, so without a limit
+    nothing would be computed again. All ranks must hold an equal config.
     """
 
     threshold: float
@@ -101,15 +101,15 @@ class CacheConfig:
         threshold = self.threshold
         if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold < inf:
             raise ValueError(
-                f"threshold={threshold!r} was asked for; it is a relative change, a finite number of 0 or more; "
-                "use 0.08, or leave the cache out to compute every step"
+                f"threshold={threshold!r} was asked for; it is a relative change, a finite number of 0 or "
+                "more; use 0.08, or leave the cache out to compute every step"
             )
         for name, least in (("warmup_steps", 0), ("max_skip_streak", 1)):
             steps = getattr(self, name)
             if not isinstance(steps, int) or isinstance(steps, bool) or steps < least:
                 raise ValueError(
-                    f"{name}={steps!r} was asked for; it is a whole number of steps, {least} or more; leave it "
-                    f"out to get {getattr(type(self), name)}"
+                    f"{name}={steps!r} was asked for; it is a whole number of steps, {least} or more; leave "
+                    f"it out to get {getattr(type(self), name)}"
                 )
 
 

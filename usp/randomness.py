@@ -27,6 +27,7 @@ def agree_generator(
     process. Collective. Raises ValueError, on all ranks, for a seed out of range, both a seed and a
     generator, or ranks that pass different kinds.
     """
+    world.agree((repr(seed), _kinds(generator)), "the seed or generator")
     if generator is not None and seed is not None:
         raise ValueError("both seed and generator were given; they say the same thing; give one of them")
     if isinstance(generator, int):
@@ -45,7 +46,6 @@ def agree_generator(
         raise ValueError(
             f"generator={generator!r} was given; it must be a torch.Generator, a seed, or a list of either"
         )
-    world.agree([str(g.device.type) for g in given], "the list of generators' devices")
     for own, state in zip(given, world.broadcast_object([g.get_state() for g in given]), strict=True):
         own.set_state(state)
     return (given if isinstance(generator, (list, tuple)) else given[0]), None
@@ -76,6 +76,15 @@ def same_default_rng(world: World) -> Iterator[None]:
         if devices:
             torch.get_device_module(device.kind).manual_seed(seed)
         yield
+
+
+def _kinds(generator: Any) -> Any:
+    """What ranks must agree on of a `generator`: seeds as they are, objects by kind."""
+    if isinstance(generator, (list, tuple)):
+        return [_kinds(item) for item in generator]
+    if isinstance(generator, torch.Generator):
+        return f"generator on {generator.device.type}"
+    return generator if generator is None or isinstance(generator, int) else type(generator).__name__
 
 
 def _seeded(seed: int) -> torch.Generator:

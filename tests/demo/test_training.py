@@ -1,4 +1,4 @@
-"""The training script keeps its promises: a resumed run equals an unbroken one, and its shortcuts change nothing."""
+"""The training script: a resumed run equals an unbroken one, and its shortcuts change nothing."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def test_resumed_training_equals_unbroken_training(tmp_path: Path, monkeypatch: 
 
 
 def test_training_attention_equals_diffusers_attention() -> None:
-    """`PlainAttention` gives what diffusers' own processor gives, within 1e-5 of float32 outputs of size about 1."""
+    """`PlainAttention` gives what diffusers' own processor gives, within 1e-5 at outputs of about 1."""
     torch.manual_seed(0)
     transformer = dit_stage.build_transformer()
     inputs = torch.randn(2, 8, 2, 6, 6), torch.tensor([10.0, 900.0]), torch.randn(2, 7, text.TEXT_DIM)

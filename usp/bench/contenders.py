@@ -1,4 +1,4 @@
-"""What is compared: our strategies on one attention call, and on a Wan-shaped block stack, beside the peers."""
+"""What is compared: our strategies on one attention call, and on a stack of Wan blocks."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from diffusers import WanTransformer3DModel
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import nn
 
 from runtime.process_group import World
@@ -15,7 +15,7 @@ from usp import comm
 from usp.adapter import sharded
 from usp.attention import SequenceAttention
 from usp.attention.interop import check_engine, external_attention
-from usp.bench.ideal import BlockStack, Traffic, attention_traffic, gather_traffic
+from usp.bench.ideal import BlockStack, Traffic, attention_traffic, attention_work, gather_traffic
 from usp.bench.rounds import Compute, Contender, Running
 from usp.config import ParallelConfig, parse_parallel, spellings
 from usp.layout import offsets, split_sizes
@@ -35,7 +35,9 @@ def layouts(ranks: int, chosen: Sequence[str] = ()) -> list[ParallelConfig]:
     for config in configs:
         config.check_world(ranks)
         if config.cfg_degree > 1:
-            raise ValueError(f"strategy {str(config)!r} spreads guidance branches; one forward has one branch")
+            raise ValueError(
+                f"strategy {str(config)!r} spreads guidance branches; one forward has one branch"
+            )
     return configs
 
 
@@ -52,9 +54,7 @@ def attention_alone(qkv_BSHD: Sequence[torch.Tensor]) -> Compute:
     return lambda: F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
-def attention_contender(
-    world: World, config: ParallelConfig, qkv_BSHD: Sequence[torch.Tensor]
-) -> Contender:
+def attention_contender(world: World, config: ParallelConfig, qkv_BSHD: Sequence[torch.Tensor]) -> Contender:
     """One attention call: this rank's share in, this rank's share out."""
     _, tokens, heads, head_dim = qkv_BSHD[0].shape
     sizes = split_sizes(tokens, config.sp_degree)
@@ -70,7 +70,7 @@ def attention_contender(
 
     itemsize = qkv_BSHD[0].element_size()
     least = attention_traffic(config, tokens, heads=heads, head_dim=head_dim, itemsize=itemsize)
-    return Contender(name_of(config), build, pick=pick, least=least)
+    return Contender(name_of(config), build, least, attention_work(config, tokens, heads), pick=pick)
 
 
 def wan(stack: BlockStack, dtype: torch.dtype, world: World) -> nn.Module:
@@ -87,7 +87,7 @@ def wan(stack: BlockStack, dtype: torch.dtype, world: World) -> nn.Module:
             out_channels=stack.channels,
             rope_max_seq_len=4096,
         )
-    return model.to(dtype).to(world.device.torch_device).eval()
+    return nn.Module.to(model, world.device.torch_device, dtype).eval()
 
 
 def wan_inputs(stack: BlockStack, tokens: int, dtype: torch.dtype, world: World) -> Inputs:
@@ -102,7 +102,7 @@ def wan_inputs(stack: BlockStack, tokens: int, dtype: torch.dtype, world: World)
 
 
 def grid(tokens: int) -> tuple[int, int, int]:
-    """Frames, rows and columns of patches whose product is `tokens`, as near to a cube as the factors allow."""
+    """Frames, rows and columns of patches whose product is `tokens`, as near to a cube as can be."""
     factors = [(f, r, tokens // f // r) for f in _divisors(tokens) for r in _divisors(tokens // f)]
     return min((triple for triple in factors if list(triple) == sorted(triple)), key=lambda t: t[2] - t[0])
 
@@ -131,20 +131,24 @@ def transformer_contender(
         shard = sharded(twin(model), plan_for(model), attention)
         return Running(forward(shard.model, inputs), partial(_sent, groups), close)
 
-    least = transformer_traffic(config, inputs, stack)
+    least, work = transformer_traffic(config, inputs, stack), stack.work(config, tokens_of(inputs))
     if config.engine == "usp":
-        return Contender(name_of(config), build, least=least)
+        return Contender(name_of(config), build, least, work)
     note = f"{config.engine}: its attention in our adapter, over our local kernel"
-    return Contender(name_of(config), build, config.engine, least=least, notes=(note,))
+    return Contender(name_of(config), build, least, work, config.engine, notes=(note,))
 
 
 def transformer_traffic(config: ParallelConfig, inputs: Inputs, stack: BlockStack) -> Traffic:
     """The least a forward must send: the attention of each layer, and the result's patches to every rank."""
-    latents = inputs["hidden_states"]
-    tokens, itemsize = latents[0, 0].numel() // 4, latents.element_size()
+    tokens, itemsize = tokens_of(inputs), inputs["hidden_states"].element_size()
     layer = attention_traffic(config, tokens, heads=stack.heads, head_dim=stack.head_dim, itemsize=itemsize)
     last = gather_traffic(tokens, config.sp_degree, channels=4 * stack.channels, itemsize=itemsize)
     return layer * stack.layers + last
+
+
+def tokens_of(inputs: Inputs) -> int:
+    """Tokens of these inputs: patches of 1 x 2 x 2."""
+    return inputs["hidden_states"][0, 0].numel() // 4
 
 
 def name_of(config: ParallelConfig) -> str:
@@ -153,9 +157,7 @@ def name_of(config: ParallelConfig) -> str:
     return ours if config.engine == "usp" else f"{config.engine} {ours}"
 
 
-def _attention(
-    world: World, config: ParallelConfig
-) -> tuple[SequenceAttention, Groups, Callable[[], None]]:
+def _attention(world: World, config: ParallelConfig) -> tuple[SequenceAttention, Groups, Callable[[], None]]:
     """The attention of a config, its groups, and what ends both."""
     if config.engine != "usp":
         check_engine(config.engine, ring_degree=config.ring_degree, device_type=world.device.kind)

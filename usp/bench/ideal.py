@@ -1,4 +1,4 @@
-"""What the numbers could be at best: the bytes a strategy must send, the work that no rank is spared, the link."""
+"""The best that can be had: the bytes a strategy must send, the work that no rank is spared, the link."""
 
 import time
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from usp.mesh import Group
 
 @dataclass(frozen=True)
 class Traffic:
-    """The least a strategy must send in one run: bytes to other ranks by rank, and exchanges one after another."""
+    """The least a strategy must send in one run: each rank's bytes, and the exchanges one after another."""
 
     sent: tuple[int, ...]
     exchanges: int
@@ -34,8 +34,7 @@ def attention_traffic(
     """The least bytes of one self-attention over `tokens`, by the definition of each strategy.
 
     Ulysses: a token's q, k and v go once to the rank of each head, and its result comes back. gather-KV: this
-    rank's K and V go to every other block. Ring: each block of K and V is passed on, except the one at hand in
-    the last step.
+    rank's K and V go to every other block. Ring: each block of K and V is passed on, except the last one.
     """
     ulysses, ring, gathered = config.ulysses_degree, config.ring_degree, config.gather_kv_degree
     split = Split((tokens,), config.sp_degree, ulysses)
@@ -75,13 +74,25 @@ class BlockStack:
         """Channels of a token."""
         return self.heads * self.head_dim
 
-    def flops(self, share: int, tokens: int) -> int:
-        """Floating point operations of a rank with `share` of `tokens`, multiply and add as two."""
+    def work(self, config: ParallelConfig, tokens: int) -> float:
+        """The share of one process's floating point operations that the busiest rank still has."""
+        share = split_sizes(tokens, config.sp_degree)[0]
+        pairs = attention_work(config, tokens, self.heads) * tokens**2
+        return self._flops(share, pairs, tokens) / self._flops(tokens, tokens**2, tokens)
+
+    def _flops(self, share: int, pairs: float, tokens: int) -> float:
+        """Of a rank with `share` of `tokens` and `pairs` of query and key; multiply and add count as two."""
         d = self.width
-        per_token = 12 * d * d + 4 * d * self.ffn + 4 * d * (tokens + self.text)  # projections, FFN, attention
+        per_token = 12 * d * d + 4 * d * self.ffn + 4 * d * self.text  # projections, FFN, cross-attention
         text = 4 * d * d * self.text  # its keys and values, on every rank
-        ends = 2 * 4 * self.channels * d * (tokens + share)  # patches of the whole, the projection of the share
-        return self.layers * (share * per_token + text) + ends + 4 * self.text * d * d
+        ends = 8 * self.channels * d * (tokens + share)  # patches of the whole, the projection of the share
+        return self.layers * (share * per_token + 4 * d * pairs + text) + ends + 4 * self.text * d * d
+
+
+def attention_work(config: ParallelConfig, tokens: int, heads: int) -> float:
+    """The share of one attention's pairs of query and key, over all heads, that the busiest rank has."""
+    blocks = Split((tokens,), config.sp_degree, config.ulysses_degree).blocks
+    return max(blocks) / tokens * split_sizes(heads, config.ulysses_degree)[0] / heads
 
 
 @dataclass(frozen=True)
@@ -97,7 +108,7 @@ class Link:
 
 
 def measure_link(group: Group, device: Device, *, size: int = 1 << 23, repeats: int = 7) -> Link:
-    """The link as our ring uses it, from a message of 1 KiB and one of `size` bytes. Collective over `group`."""
+    """The link as our ring uses it, from a message of 1 KiB and one of `size` bytes. Collective."""
     times = {}
     for count in (1024, size):
         message, room = (torch.zeros(count, dtype=torch.uint8, device=device.torch_device) for _ in range(2))
@@ -111,7 +122,9 @@ def measure_link(group: Group, device: Device, *, size: int = 1 << 23, repeats: 
     return Link(times[1024], (size - 1024) / max(times[size] - times[1024], 1e-9))
 
 
-def ideal_ratio(single_s: float, work: float, traffic: Traffic | None, link: Link | None) -> float:
-    """The best speed-up over one process: its time times the share of `work` left to a rank, plus the link."""
-    wire = link.seconds(traffic) if link is not None and traffic is not None else 0.0
-    return single_s / (single_s * work + wire)
+def ideal_ratio(single_s: float, work: float, traffic: Traffic, link: Link | None) -> float:
+    """The best speed-up over one process of `single_s`, if a rank works and sends in turn.
+
+    A strategy that computes while its messages travel can pass it.
+    """
+    return single_s / (single_s * work + (link.seconds(traffic) if link else 0.0))

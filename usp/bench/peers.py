@@ -3,16 +3,17 @@
 A change to a peer (a shim) is named in the output. A peer that fails is reported and left out.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import diffusers
 import torch
-from diffusers import ContextParallelConfig
 from diffusers.models import attention_dispatch
+from diffusers.models._modeling_parallel import ContextParallelConfig
+from diffusers.utils import logging as diffusers_logging
 from torch import nn
 
 from runtime.process_group import World
@@ -22,6 +23,7 @@ from usp.bench.contenders import (
     forward,
     layouts,
     name_of,
+    tokens_of,
     transformer_contender,
     transformer_traffic,
     twin,
@@ -42,7 +44,7 @@ def check_peers(names: list[str], ranks: int) -> None:
             raise ValueError(f"peer={name!r} is not known; use one of {', '.join(PEERS)}")
     if names and ranks == 1:
         raise ValueError(
-            f"peer={names[0]!r} was asked for on 1 rank; peers are compared over ranks; start more with torchrun"
+            f"peer={names[0]!r} was asked for on 1 rank; a peer is compared over several; use torchrun"
         )
 
 
@@ -65,7 +67,10 @@ def _diffusers(
     ring = config.ring_degree > 1
 
     def build() -> Running:
-        diffusers.utils.logging.set_verbosity_error()  # each rank says that the feature is experimental
+        diffusers_logging.set_verbosity_error()  # each rank would say that the feature is experimental,
+        warnings.filterwarnings(
+            "ignore", "`torch.distributed._functional", FutureWarning
+        )  # and this, per call
         peer: Any = twin(model)
         degrees = ContextParallelConfig(ring_degree=config.ring_degree, ulysses_degree=config.ulysses_degree)
         count = partial(_replaced, torch.accelerator, "device_count", lambda: 1)
@@ -75,8 +80,8 @@ def _diffusers(
         return Running(partial(_with_lse, run) if ring else run)
 
     notes = ((COUNT_SHIM,) if without_count else ()) + ((LSE_SHIM,) if ring else ())
-    least = transformer_traffic(config, inputs, stack)
-    return Contender(f"diffusers {name_of(config)}", build, "diffusers", least=least, notes=notes)
+    least, work = transformer_traffic(config, inputs, stack), stack.work(config, tokens_of(inputs))
+    return Contender(f"diffusers {name_of(config)}", build, least, work, "diffusers", notes=notes)
 
 
 def _with_lse(run: Callable[[], torch.Tensor]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Interleaved rounds: in each, one process runs alone, then every contender once, so that drift hits all alike."""
+"""Interleaved rounds: one process runs alone, then every contender once, so that drift hits all alike."""
 
 import json
 import os
@@ -16,14 +16,22 @@ from usp.bench.ideal import Traffic
 
 ALONE_LIMIT_S = 3600.0
 # What a peer's failure looks like; anything else, and any failure of ours, ends the run.
-PEER_FAULTS = (RuntimeError, ValueError, TypeError, AssertionError, AttributeError, ImportError, ArithmeticError)
+PEER_FAULTS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    ArithmeticError,
+)
 
 Compute = Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Running:
-    """A contender that is set up: what is timed, how to read this rank's count of bytes sent, how to end it."""
+    """A contender that is set up: what is timed, this rank's count of bytes sent so far, how to end it."""
 
     compute: Compute
     sent: Callable[[], int] | None = None
@@ -34,15 +42,17 @@ class Running:
 class Contender:
     """One way to compute on all ranks together what one process computes.
 
-    `build` is collective. `pick` takes from the one process's result what `compute` must return on this rank.
-    `least` is the traffic that cannot be avoided; None where it is not ours to say. `notes` are for the reader.
+    `build` is collective. `least` is the traffic that this layout cannot avoid, `work` the share of the one
+    process's operations that the busiest rank still has. `pick` takes from the one process's result what
+    `compute` must return on this rank. `notes` are for the reader.
     """
 
     name: str
     build: Callable[[], Running]
+    least: Traffic
+    work: float
     peer: str | None = None
     pick: Callable[[torch.Tensor], torch.Tensor] = lambda whole: whole
-    least: Traffic | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -65,22 +75,20 @@ class Row:
 
     @property
     def sends_the_least(self) -> bool | None:
-        """Whether every rank sent exactly what it must; None where either is unknown."""
-        if self.sent is None or self.contender.least is None:
-            return None
-        return tuple(self.sent) == self.contender.least.sent
+        """Whether every rank sent exactly what it must; None where bytes are not counted."""
+        return None if self.sent is None else tuple(self.sent) == self.contender.least.sent
 
 
 def pin(local_rank: int, local_world_size: int) -> str:
     """Give this rank one thread, and one core if there is one for each; says what was done."""
     torch.set_num_threads(1)
     if not hasattr(os, "sched_setaffinity"):
-        return "one thread, not pinned (this system cannot)"
+        return "1 per rank, not pinned: this system cannot"
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < local_world_size:
-        return f"one thread, not pinned ({local_world_size} ranks on {len(cores)} cores)"
+        return f"1 per rank, not pinned: {local_world_size} ranks on {len(cores)} cores"
     os.sched_setaffinity(0, {cores[local_rank]})
-    return "one thread, pinned to one core"
+    return "1 per rank, each pinned to a core of its own"
 
 
 def warm_up(
@@ -121,7 +129,9 @@ def share(world: World, value: Any) -> list[Any]:
     if world.store is None:
         return [value]
     key = world.next_key("bench")
-    return [json.loads(text) for text in gather_text(world, key, json.dumps(value), "a result", world.timeout_s)]
+    return [
+        json.loads(text) for text in gather_text(world, key, json.dumps(value), "a result", world.timeout_s)
+    ]
 
 
 def _try(world: World, contender: Contender, whole: torch.Tensor, times: int) -> Row:
@@ -162,7 +172,7 @@ def end(rows: Sequence[Row]) -> None:
 
 
 def _run_alone(world: World, alone: Compute) -> tuple[float, torch.Tensor | None]:
-    """One process's seconds, on every rank, and its result on rank 0; the others sleep on the store meanwhile."""
+    """One process's seconds, on every rank, and its result on rank 0; the others sleep meanwhile."""
 
     def timed() -> tuple[float, torch.Tensor]:
         start = time.perf_counter()
@@ -190,8 +200,9 @@ def _from_main(world: World, tensor: torch.Tensor | None) -> torch.Tensor:
     if world.world_size == 1:
         assert tensor is not None, "the only rank has it"
         return tensor
-    shape, dtype = world.broadcast_object(None if tensor is None else (tuple(tensor.shape), tensor.dtype))
-    here = torch.empty(shape, dtype=dtype, device=world.device.torch_device) if tensor is None else tensor
-    here = here.contiguous()
-    dist.broadcast(here, 0)
-    return here
+    like: Any = world.broadcast_object(None if tensor is None else (tuple(tensor.shape), tensor.dtype))
+    if tensor is None:
+        tensor = torch.empty(like[0], dtype=like[1], device=world.device.torch_device)
+    tensor = tensor.contiguous()
+    dist.broadcast(tensor, 0)
+    return tensor

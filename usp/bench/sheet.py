@@ -16,24 +16,161 @@ from rich.table import Table
 
 from runtime.process_group import World
 from runtime.report import format_bytes, format_report
-from usp.bench.ideal import Link
+from usp.bench.ideal import Link, ideal_ratio
 from usp.bench.rounds import Row
 
 PACKAGES = ("diffusers", "yunchang", "xfuser")
 
 
-def surroundings(world: World, *, threads: str) -> dict[str, Any]:
-    """Hardware, link, versions and commit."""
+def surroundings(world: World, threads: str) -> dict[str, Any]:
+    """Hardware, backend, versions and commit."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
     return {
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": os.cpu_count(),
         "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "device": str(world.device),
         "ranks": world.world_size,
         "threads": threads,
-        "backend": world.backend or "none",
-        "versions": {"torch": torch.__version__, "python": platform.python_version()}
-        | {name: metadata.version(name) for name in PACKAGES if util.find_spec(name)},
+        "backend": world.backend,
+        "versions": versions | {name: metadata.version(name) for name in PACKAGES if util.find_spec(name)},
         "commit": _commit(),
     }
-'''
+
+
+def print_header(command: str, info: dict[str, Any], link: Link | None, shape: dict[str, Any]) -> None:
+    """Where and what, before anything is timed."""
+    wire = "none" if link is None else f"{info['backend']}, {_link_text(link)}"
+    rows = [
+        ("hardware", f"{info['cpu']}, {info['cores']} cores, load {info['load']}; {info['device']}"),
+        ("ranks", f"{info['ranks']}; threads: {info['threads']}"),
+        ("link", wire),
+        ("versions", ", ".join(f"{name} {number}" for name, number in info["versions"].items())),
+        ("commit", info["commit"] or "not in git"),
+        ("shape", ", ".join(f"{name} {value}" for name, value in shape.items())),
+    ]
+    print(format_report(f"usp.bench {command}", rows), flush=True)
+
+
+def print_expected(tokens: int, rows: Sequence[Row], single_s: float, link: Link | None) -> None:
+    """The ideal, before the rounds: one process's time is that of the warm-up."""
+    title = f"{tokens} tokens: the ideal, from one process's {1000 * single_s:.1f} ms in the warm-up"
+    table = _table(title, "contender", "work left", "least sent per rank", "exchanges", "ideal speed-up")
+    for row in rows:
+        least, best = (
+            row.contender.least,
+            ideal_ratio(single_s, row.contender.work, row.contender.least, link),
+        )
+        sent = format_bytes(max(least.sent))
+        table.add_row(
+            row.contender.name, f"{row.contender.work:.1%}", sent, str(least.exchanges), f"{best:.2f}"
+        )
+    _print(table)
+
+
+def print_measured(tokens: int, rows: Sequence[Row], singles: list[float], link: Link | None) -> None:
+    """Median and spread of each contender, its speed-up round by round, its bytes and its error."""
+    table = _table(
+        f"{tokens} tokens: measured in {len(singles)} rounds, median [min - max]",
+        *("contender", "ms", "speed-up", "% of ideal", "sent / least", "max abs error"),
+    )
+    table.add_row("one process", _spread(singles, 1, 1000), "1", "", "", "")
+    for row in rows:
+        if row.fault is not None:
+            continue
+        best = ideal_ratio(median(singles), row.contender.work, row.contender.least, link)
+        times, ratios = _spread(row.seconds, 1, 1000), _spread(row.ratios, 2)
+        of_ideal = f"{median(row.ratios) / best:.0%}"
+        table.add_row(row.contender.name, times, ratios, of_ideal, _bytes_text(row), f"{row.error:.1e}")
+    _print(table)
+    for row in rows:
+        if row.fault is not None:
+            print(f"  {row.contender.name} failed: {row.fault}")
+    for note in dict.fromkeys(note for row in rows for note in row.contender.notes):
+        print(f"  {note}")
+
+
+def as_json(tokens: int, rows: Sequence[Row], singles: list[float], link: Link | None) -> dict[str, Any]:
+    """One token count's results as plain values; times in seconds."""
+    return {
+        "tokens": tokens,
+        "one_process_s": _numbers(singles),
+        "contenders": [_row_json(row, median(singles), link) for row in rows],
+    }
+
+
+def link_json(link: Link | None) -> dict[str, float] | None:
+    """The link as plain values."""
+    if link is None:
+        return None
+    return {"latency_s": round(link.latency_s, 7), "bytes_per_s": round(link.bytes_per_s)}
+
+
+def _row_json(row: Row, single_s: float, link: Link | None) -> dict[str, Any]:
+    contender = row.contender
+    found: dict[str, Any] = {"name": contender.name, "peer": contender.peer, "notes": list(contender.notes)}
+    if row.fault is not None:
+        return found | {"failed": row.fault}
+    return found | {
+        "seconds": _numbers(row.seconds),
+        "speedup": _numbers(row.ratios),
+        "ideal_speedup": round(ideal_ratio(single_s, contender.work, contender.least, link), 4),
+        "sent_bytes_per_rank": row.sent,
+        "least_bytes_per_rank": list(contender.least.sent),
+        "max_abs_error": row.error,
+    }
+
+
+def _numbers(values: list[float]) -> dict[str, float]:
+    found = {"median": median(values), "min": min(values), "max": max(values)}
+    return {name: float(f"{value:.5g}") for name, value in found.items()}
+
+
+def _spread(values: list[float], digits: int, scale: float = 1.0) -> str:
+    middle, low, high = (f"{scale * f(values):.{digits}f}" for f in (median, min, max))
+    return f"{middle} [{low} - {high}]"
+
+
+def _bytes_text(row: Row) -> str:
+    if row.sent is None:
+        return "not counted"
+    return f"{format_bytes(max(row.sent))} {'=' if row.sends_the_least else '!='} least"
+
+
+def _link_text(link: Link) -> str:
+    return f"{link.bytes_per_s / 2**30:.2f} GiB/s each way, {link.latency_s * 1e6:.0f} us per exchange"
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    for column in columns:
+        table.add_column(column, justify="left" if column == "contender" else "right")
+    return table
+
+
+def _print(table: Table) -> None:
+    Console(width=120, markup=False, highlight=False).print(table)
+
+
+def _cpu_model() -> str:
+    path = Path("/proc/cpuinfo")
+    if path.exists():
+        for line in path.read_text().splitlines():
+            if line.lower().startswith(("model name", "cpu model", "hardware")):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """The commit that this file belongs to, marked if files differ from it."""
+    here = Path(__file__).parent
+
+    def git(*words: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            return None
+        return done.stdout.strip()
+
+    commit = git("rev-parse", "--short", "HEAD")
+    return commit if commit is None or not git("status", "--porcelain", ".") else f"{commit} and changes"

@@ -1,0 +1,268 @@
+"""ParallelPipeline leaves no trace, refuses what it cannot do on all ranks alike, and says why."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers import DDPMPipeline, DDPMScheduler, FlowMatchEulerDiscreteScheduler, UNet2DModel
+from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
+
+from tests import tiny
+from tests.runtime.processes import fork_ranks
+from tests.usp.in_ranks import SEED, alone, error_of, hooks, rank, seeded
+from usp.config import ParallelConfig
+from usp.pipeline import ParallelPipeline
+
+SHORT = {"tokens": (1, 1, 5), "guidance_scale": 1.0, "num_inference_steps": 2}
+TOLERANCE = 1e-5  # two or three ranks against one, see test_pipeline.py
+
+
+def short(pipe: Any, **changes: Any) -> np.ndarray:
+    """The latents of a short call."""
+    return pipe(**tiny.call("t2v", **SHORT), **{"seed": SEED, **changes}).frames.numpy()
+
+
+def close_and_look(layout: str) -> dict[str, Any]:
+    """A pipeline before, inside and after a ParallelPipeline."""
+    pipeline = tiny.build("two_experts")
+    bar = {"disable": True, "desc": "mine"}
+    pipeline.set_progress_bar_config(**bar)
+    before = hooks(pipeline.transformer) + hooks(pipeline.transformer_2)
+    plain = pipeline(**tiny.call("two_experts"), generator=seeded(SEED)).frames
+    handles = len(dist.distributed_c10d._world.pg_map)
+    pipe = ParallelPipeline(pipeline, layout)
+    short(pipe)
+    inside = hooks(pipeline.transformer) + hooks(pipeline.transformer_2)
+    pipe.close()
+    pipe.close()
+    after = pipeline(**tiny.call("two_experts"), generator=seeded(SEED)).frames
+    return {
+        "hooks while it is open": inside > before,
+        "hooks gone": hooks(pipeline.transformer) + hooks(pipeline.transformer_2) == before,
+        "same bits": torch.equal(plain, after),
+        "progress bar": pipeline._progress_bar_config == bar,
+        "caller's group": dist.is_initialized() and len(dist.distributed_c10d._world.pg_map) == handles,
+        "refuses": error_of(short, pipe),
+        "repr": repr(pipe),
+    }
+
+
+@pytest.mark.parametrize(("size", "layout"), [(1, "auto"), (2, "ring2"), (4, "ulysses2 gather_kv2")])
+def test_close_gives_the_pipeline_back_as_it_was(ranks, size, layout):
+    """Requirements 27, 39, B69: hooks off, the same bits alone, the user's progress bar; the caller's group stays, ours go."""
+    for found in ranks(size).run(close_and_look, layout):
+        assert found.pop("refuses") == (
+            "RuntimeError: this ParallelPipeline is closed; make a new one around the pipeline"
+        )
+        assert found.pop("repr") == "ParallelPipeline(WanPipeline, closed)"
+        assert all(found.values()), found
+
+
+def leave_by_an_error() -> bool:
+    pipeline = tiny.build("t2v")
+    before = hooks(pipeline.transformer)
+    try:
+        with ParallelPipeline(pipeline) as pipe:
+            short(pipe)
+            raise KeyError("the user's own")
+    except KeyError:
+        return hooks(pipeline.transformer) == before
+
+
+def test_leaving_by_an_error_closes_too(ranks):
+    """Requirement 27: an error in the body of `with` passes through, and the hooks come off."""
+    assert ranks(2).run(leave_by_an_error) == [True, True]
+
+
+def several_pipelines() -> list[bool]:
+    """Two at once by different strategies, a third not wrapped at all, then a second wrap of the first."""
+    one, two, bystander = tiny.build("t2v"), tiny.build("two_experts"), tiny.build("t2v")
+    plain = bystander(**tiny.call("t2v", **SHORT), generator=seeded(SEED)).frames.numpy()
+    checks = []
+    with ParallelPipeline(one, "ulysses2") as first, ParallelPipeline(two, "ring2") as second:
+        a = short(first)
+        if rank() == 0:  # were it seen by either, rank 0 would wait here for rank 1
+            lone = bystander(**tiny.call("t2v", **SHORT), generator=seeded(SEED)).frames.numpy()
+            checks.append(np.array_equal(lone, plain))
+        b = short(second)
+        checks += [np.array_equal(a, short(first)), np.array_equal(b, short(second))]
+        second.close()
+        checks.append(np.array_equal(a, short(first)))
+    with ParallelPipeline(one, "gather_kv2") as again:
+        checks += [np.abs(short(again) - plain).max() <= TOLERANCE, np.abs(a - plain).max() <= TOLERANCE]
+    return checks
+
+
+def test_pipelines_in_one_process_do_not_see_each_other(ranks):
+    """Two by different strategies, in turns; one is closed first; a bystander runs on one rank only; then wrapped anew."""
+    for checks in ranks(2).run(several_pipelines, timeout_s=60):
+        assert all(checks), checks
+
+
+def wrap_twice(shared: str) -> tuple[str, bool]:
+    first = tiny.build("t2v")
+    second = first if shared == "pipeline" else tiny.build("t2v")
+    second.register_modules(transformer=first.transformer)
+    with ParallelPipeline(first) as pipe:
+        text = error_of(ParallelPipeline, pipe if shared == "wrapper" else second)
+        want = alone("t2v", SHORT)
+        return text, np.abs(short(pipe) - want).max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("shared", ["pipeline", "transformer", "wrapper"])
+def test_a_transformer_is_spread_once(ranks, shared):
+    """Cut twice, a transformer would give noise: the second ParallelPipeline is refused and the first still works."""
+    for text, works in ranks(2).run(wrap_twice, shared, timeout_s=30):
+        assert text.startswith("ValueError: ")
+        assert "transformer" in text
+        assert "already" in text
+        assert works
+
+
+def repeated_calls() -> list[bool]:
+    """A call after others, longer, shorter and failed, equals the first of a fresh pipeline."""
+    with ParallelPipeline(tiny.build("t2v")) as fresh:
+        want = short(fresh)
+    with ParallelPipeline(tiny.build("t2v")) as pipe:
+        pipe(**tiny.call("t2v", tokens=(2, 1, 3)), seed=1)
+        failed = error_of(pipe, **tiny.call("t2v", height=20), seed=1)
+        assert failed == "ValueError: `height` and `width` have to be divisible by 16 but are 20 and 112."
+        return [np.array_equal(want, short(pipe)), np.array_equal(want, short(pipe))]
+
+
+def test_call_n_equals_a_fresh_pipelines_first(ranks):
+    """Requirement 27: neither earlier calls nor one that failed before its first step change a bit of the next."""
+    assert ranks(2).run(repeated_calls) == [[True, True]] * 2
+
+
+class Brighten(PipelineCallback):
+    """Adds to the latents after each step."""
+
+    @property
+    def tensor_inputs(self) -> list[str]:
+        return ["latents", "prompt_embeds"]
+
+    def callback_fn(self, pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        tensors["prompt_embeds"] = tensors["prompt_embeds"] * 0.5
+        return {**tensors, "latents": tensors["latents"] + step + 1}
+
+
+def stop_after_one(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    """A callback that ends the loop early."""
+    pipeline._interrupt = True
+    return {"latents": tensors["latents"] * 2}
+
+
+CALLBACKS = (Brighten(), MultiPipelineCallbacks([Brighten(), Brighten()]), stop_after_one)
+
+
+def with_callbacks() -> list[tuple[np.ndarray, int]]:
+    found = []
+    with ParallelPipeline(tiny.build("t2v")) as pipe:
+        for callback in CALLBACKS:
+            found.append((short(pipe, callback_on_step_end=callback), pipe.step))
+    return found
+
+
+def test_callbacks_run_and_may_change_the_latents(ranks):
+    """Requirement 39: a function, a PipelineCallback and several of them; one that interrupts stops all ranks at its step."""
+    want = [alone("t2v", {**SHORT, "callback_on_step_end": callback}) for callback in CALLBACKS]
+    assert np.abs(want[0] - want[1]).max() > 1, "the callbacks are meant to matter"
+    for found in ranks(2).run(with_callbacks):
+        assert [step for _, step in found] == [2, 2, 1]
+        for (latents, _), expected in zip(found, want, strict=True):
+            assert np.abs(latents - expected).max() <= TOLERANCE * 4  # the last callback doubles them
+
+
+def fail_between_steps() -> tuple[str, str, bool]:
+    def broken(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        raise OSError("disk full")
+
+    pipeline = tiny.build("t2v")
+    with ParallelPipeline(pipeline) as pipe:
+        first = error_of(short, pipe, callback_on_step_end=broken)
+        second = error_of(short, pipe)
+    with ParallelPipeline(pipeline) as pipe:
+        return first, second, np.abs(short(pipe) - alone("t2v", SHORT)).max() <= TOLERANCE
+
+
+def test_b07_after_a_call_that_failed_between_steps_no_further_call_is_taken(ranks):
+    """B07, requirement 25: the error passes through; the next call is refused with it; a new ParallelPipeline works."""
+    for first, second, works in ranks(2).run(fail_between_steps):
+        assert first == "OSError: disk full"
+        assert second == (
+            "RuntimeError: an earlier call failed (OSError after step 1), so the ranks may be out of step; "
+            "close() this ParallelPipeline and make a new one"
+        )
+        assert works
+
+
+def bad_calls() -> list[str]:
+    with ParallelPipeline(tiny.build("t2v")) as pipe:
+        texts = [error_of(pipe, **tiny.call("t2v"), num_frame=5), error_of(pipe, 1, 2, prompt="a")]
+        other = tiny.transformer(seed=9)
+        texts.append(error_of(setattr, pipe, "transformer", other))
+        texts.append(error_of(setattr, pipe, "transformer", None))
+        short(pipe)
+        kept = pipe.pipeline.transformer
+        pipe.pipeline.transformer = other
+        texts.append(error_of(short, pipe))
+        pipe.pipeline.transformer = kept
+        short(pipe)
+    return texts
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_wrong_arguments_and_replaced_transformers_are_named(ranks, size):
+    """Requirements 39, 40: an unknown argument by name; a transformer that was replaced behind our back; then all is well."""
+    for unknown, doubled, replaced, removed, behind in ranks(size).run(bad_calls):
+        assert unknown.startswith("ValueError: WanPipeline: got an unexpected keyword argument 'num_frame'; its call takes (")
+        assert "num_frames" in unknown
+        assert doubled.startswith("ValueError: WanPipeline: multiple values for argument 'prompt'")
+        for text in (replaced, removed):
+            assert text == (
+                "ValueError: transformer is spread over ranks; close() this ParallelPipeline before you replace it"
+            )
+        assert behind == (
+            "ValueError: transformer was replaced after it was spread over ranks; make a new ParallelPipeline"
+        )
+
+
+def unlike_calls(by_rank: list[dict[str, Any]]) -> str:
+    with ParallelPipeline(tiny.build("t2v"), timeout_s=5) as pipe:
+        return error_of(short, pipe, **by_rank[rank()])
+
+
+PAINTED = [tiny.picture(), tiny.picture().rotate(180)]
+UNLIKE = {
+    "prompt": ([{"prompt": "red circle"}, {"prompt": "blue circle"}], ("'red circle'", "'blue circle'")),
+    "steps": ([{"num_inference_steps": 2}, {"num_inference_steps": 3}], ("2", "3")),
+    "size": ([{"width": 32}, {"width": 48}], ("32", "48")),
+    "guidance": ([{"guidance_scale": 1.0}, {"guidance_scale": 5.0}], ("1.0", "5.0")),
+    "argument": ([{"negative_prompt": "blue"}, {}], ("'negative_prompt'",)),
+    "shape": ([{"latents": torch.zeros(1, 4, 1, 2, n)} for n in (10, 12)], ("(1, 4, 1, 2, 10)", "(1, 4, 1, 2, 12)")),
+    "latents": ([{"latents": torch.full((1, 4, 1, 2, 10), n)} for n in (0.1, 0.2)], ("latents",)),
+    "embeds": ([{"prompt": None, "prompt_embeds": torch.full((1, 5, 16), n)} for n in (0.1, 0.2)], ("prompt_embeds",)),
+    "array": ([{"attention_kwargs": {"a": np.full(3, n)}} for n in (0.1, 0.2)], ("attention_kwargs",)),
+    "picture": ([{"attention_kwargs": {"a": p}} for p in PAINTED], ("attention_kwargs",)),
+}
+
+
+@pytest.mark.parametrize("what", UNLIKE)
+def test_ranks_that_call_it_unalike_are_refused_together(ranks, what):
+    """Requirement 25, B04: other prompts, sizes, or *values* of tensors and images on one rank: a ValueError on all that shows both."""
+    by_rank, shown = UNLIKE[what]
+
+    def call(changes: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in changes.items()}
+
+    for text in ranks(2).run(unlike_calls, [call(c) for c in by_rank], timeout_s=30):
+        assert text.startswith("ValueError: the call's arguments differs over ranks: rank 0 has ")
+        for part in shown:
+            assert part in text
+        assert len(text) < 3000, "a tensor is named by shape and digest, not printed"
