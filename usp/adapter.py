@@ -235,6 +235,11 @@ class _Redirect(TorchFunctionMode):
                 f"{self._name} asks for is_causal={is_causal}, dropout_p={dropout_p}; attention over ranks "
                 "is neither causal nor random; call the model in eval mode"
             )
+        if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+            raise RuntimeError(
+                f"{self._name} records gradients; attention over ranks is for inference only; call the model "
+                "under torch.no_grad()"
+            )
         present = [
             max(1, share) for share in self._shares
         ]  # an empty share is carried by one token (`_own_share`)

@@ -192,8 +192,8 @@ class FirstBlockCache:
         asked = f"the cache skipped none of {sum(forwards)} forwards at threshold {self.config.threshold:g}; "
         if not changes:
             return asked + (
-                f"a branch had {max(forwards)}, of which the first {warm_up} "
-                "and the last are always computed; take more steps, lower warmup_steps, or leave the cache off"
+                f"a branch had {max(forwards)}, and the first {warm_up} and the last are always computed; "
+                "take more steps, lower warmup_steps, or leave the cache off"
             )
         return asked + (
             f"the smallest change from one to the next was {min(changes):.3g}; set the threshold above it, "

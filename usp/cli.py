@@ -25,7 +25,8 @@ Steps = Annotated[int | None, typer.Option(help="Denoising steps.", rich_help_pa
 Guidance = Annotated[float | None, typer.Option(help="Guidance scale; 1 is off.", rich_help_panel=VIDEO)]
 Seed = Annotated[int, typer.Option(help="Noise seed; -1 draws one.", rich_help_panel=VIDEO)]
 Scheduler = Annotated[
-    str | None, typer.Option(help="euler, heun, unipc or dpm++; the model's own.", rich_help_panel=VIDEO)
+    str | None,
+    typer.Option(help="euler, heun, unipc or dpm++. [default: the model's]", rich_help_panel=VIDEO),
 ]
 ParallelText = Annotated[
     str, typer.Option("--parallel", help="auto, or like 'ulysses2 ring2'.", rich_help_panel=PARALLEL)
@@ -46,11 +47,16 @@ Transport = Annotated[
 Timeout = Annotated[float, typer.Option(help="Limit of one collective, seconds.", rich_help_panel=PARALLEL)]
 ModelName = Annotated[
     str | None,
-    typer.Option("--model", help="Diffusers folder or hub name; the bundled demo.", rich_help_panel=MODEL),
+    typer.Option(
+        "--model", help="Diffusers folder or hub name. [default: the bundled demo]", rich_help_panel=MODEL
+    ),
 ]
 DtypeName = Annotated[str, typer.Option("--dtype", help="auto, fp32, bf16, fp16.", rich_help_panel=MODEL)]
 DeviceName = Annotated[
-    str | None, typer.Option("--device", help="cuda, npu, musa, xpu, mps, cpu; found.", rich_help_panel=MODEL)
+    str | None,
+    typer.Option(
+        "--device", help="cuda, npu, musa, xpu, mps or cpu. [default: the first found]", rich_help_panel=MODEL
+    ),
 ]
 Out = Annotated[Path, typer.Option("--out", help="The mp4; a .png sheet beside it.", rich_help_panel=OUTPUT)]
 Fps = Annotated[int | None, typer.Option(help="Frames per second of the mp4.", rich_help_panel=OUTPUT)]
