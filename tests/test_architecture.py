@@ -30,6 +30,7 @@ LEVELS = {
     "cfg_parallel": 6,
     "cache": 6,
     "adapter": 6,
+    "agreement": 0,
     "randomness": 6,
     "report": 6,
     "pipeline": 7,

@@ -8,6 +8,7 @@ from typing import Any
 from runtime.device import Device, detect_device
 from runtime.log import get_logger
 from runtime.process_group import RankEnv, World, read_rank_env
+from usp.attention.interop import check_engine
 from usp.attention.kernels import check_kernel
 from usp.config import ParallelConfig
 from usp.demo import MODEL_DIR, unknown_words
@@ -59,7 +60,7 @@ def prepare(
     Raises ValueError with one sentence.
     """
     env = read_rank_env()
-    words(env.world_size)
+    asked = words(env.world_size)
     folder = model_path(model)
     facts = read_model_folder(folder, pipeline=task.pipeline) if folder else None
     last = detect_device(device, local_rank=env.local_world_size - 1, world_size=env.world_size)
@@ -67,6 +68,8 @@ def prepare(
         device, local_rank=env.local_rank, world_size=env.world_size
     )  # fmt: skip
     check_kernel(kernel, here.kind)
+    if asked.engine != "usp":
+        check_engine(asked.engine, ring_degree=asked.ring_degree, kernel=kernel, device_type=here.kind)
     job = Job(
         task=task,
         request=request,

@@ -1,11 +1,9 @@
 """ParallelPipeline: a user's diffusers pipeline, run by several ranks, with the same call and the same
 result."""
 
-import hashlib
 import inspect
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -14,6 +12,7 @@ from runtime.log import get_logger
 from runtime.process_group import World, connect, read_rank_env
 from runtime.report import format_bytes, format_report, start_rows
 from usp.adapter import Sharded, sharded
+from usp.agreement import describe_call, describe_scheduler, fingerprint
 from usp.attention import SequenceAttention
 from usp.attention.interop import external_attention
 from usp.attention.kernels import check_kernel
@@ -65,6 +64,7 @@ class ParallelPipeline:
         self._branches: dict[str, Branches] = {}
         self._cfg: dict[str, CfgParallel] = {}
         self._exchange: BranchExchange | None = None
+        self._engine: Any = None
         self._strict = strict
         self._broken: str | None = None
         self._progress_bar_config = dict(getattr(pipeline, "_progress_bar_config", {}))
@@ -79,13 +79,13 @@ class ParallelPipeline:
 
     def _go_parallel(self, kernel: str, timeout_s: float) -> None:
         check_kernel(kernel, self.world.device.kind)
-        self.world.agree((str(self.parallel), kernel), "the parallel configuration")
+        self.world.agree((str(self.parallel), self.parallel.transport, kernel), "the parallel configuration")
         _move(self.pipeline, self.world)
-        self.world.agree(
-            {n: _fingerprint(m) for n, m in self._models.items()}, "the fingerprint of the weights"
-        )
+        weights = {name: fingerprint(model) for name, model in self._models.items()}
+        self.world.agree(weights, "the fingerprint of the weights")
         self._groups = make_groups(self.parallel, rank=self.world.rank, timeout_s=timeout_s)
-        attention = SequenceAttention(self._groups, kernel, external_attention(self.parallel, self._groups))
+        self._engine = external_attention(self.parallel, self._groups, kernel=kernel)
+        attention = SequenceAttention(self._groups, kernel, self._engine)
         for name, model in self._models.items():
             self._handles.append(model.register_forward_pre_hook(self._before_forward, prepend=True))
             if self.parallel.sp_degree > 1:
@@ -112,7 +112,8 @@ class ParallelPipeline:
         """
         self._check_usable()
         arguments = self._bind(args, kwargs)
-        self.world.agree(_describe(arguments), "the call's arguments")
+        self.world.agree(describe_call(arguments), "the call's arguments")
+        self.world.agree(describe_scheduler(self.pipeline), "the scheduler's configuration")
         generator, used_seed = agree_generator(self.world, arguments.get("generator"), seed)
         arguments["generator"] = generator
         self._track_steps(arguments)
@@ -161,6 +162,9 @@ class ParallelPipeline:
         self._cfg, self._branches, self._sharded, self._handles = {}, {}, {}, []
         if hasattr(self.pipeline, "_progress_bar_config"):
             self.pipeline.set_progress_bar_config(**self._progress_bar_config)
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
         if self._groups is not None:
             self._groups.close()
             self._groups = None
@@ -179,7 +183,7 @@ class ParallelPipeline:
         return getattr(self.__dict__["pipeline"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in OWN_ATTRIBUTES or "pipeline" not in self.__dict__:
+        if name in OWN_ATTRIBUTES or name.startswith("_"):
             object.__setattr__(self, name, value)
         elif name in self._models:
             raise ValueError(
@@ -266,22 +270,7 @@ class ParallelPipeline:
         return rows
 
 
-MAY_DIFFER = ("generator", "output_type")  # the first is made alike; a rank may leave decoding to another
-OWN_ATTRIBUTES = frozenset(
-    (
-        *("pipeline", "step", "report", "parallel", "world"),
-        *(
-            "_models",
-            "_owns_world",
-            "_watch",
-            "_handles",
-            "_sharded",
-            "_broken",
-            "_progress_bar_config",
-            "_groups",
-        ),
-    )
-)
+OWN_ATTRIBUTES = ("pipeline", "step", "report", "parallel", "world")  # and all with an underscore
 
 
 def _with_values(result: Any) -> Any:
@@ -296,7 +285,8 @@ def _with_values(result: Any) -> Any:
 def _planned_models(pipeline: Any) -> dict[str, Any]:
     """The pipeline's components that have a shard plan, by name. Raises ValueError if there is none."""
     components = {n: c for n, c in getattr(pipeline, "components", {}).items() if isinstance(c, nn.Module)}
-    models = {name: c for name, c in components.items() if type(c).__name__ in PLANS}
+    planned = {name: c for name, c in components.items() if type(c).__name__ in PLANS}
+    models = {name: c for name, c in planned.items() if not _stands_before(name, planned)}
     if not models:
         for name in ("transformer", "transformer_2", "unet"):
             if name in components:
@@ -306,7 +296,21 @@ def _planned_models(pipeline: Any) -> dict[str, Any]:
             f"({', '.join(components) or 'none'}) is a transformer with a shard plan; there are plans for "
             f"{', '.join(sorted(PLANS))}"
         )
+    for name, model in models.items():
+        if any(isinstance(getattr(hook, "__self__", None), ParallelPipeline) for hook in _pre_hooks(model)):
+            raise ValueError(
+                f"{name} is spread over ranks already, by another ParallelPipeline; close() that one first"
+            )
     return models
+
+
+def _stands_before(name: str, planned: dict[str, Any]) -> bool:
+    """Whether the component is the same object as one before it."""
+    return any(planned[other] is planned[name] for other in list(planned)[: list(planned).index(name)])
+
+
+def _pre_hooks(model: nn.Module) -> list[Any]:
+    return list(model._forward_pre_hooks.values())
 
 
 def _heads(models: dict[str, Any]) -> int:
@@ -338,35 +342,3 @@ def _move(pipeline: Any, world: World) -> None:
     )
     if not placed and world.device.kind != "cpu":
         pipeline.to(world.device.torch_device)
-
-
-def _fingerprint(model: nn.Module) -> str:
-    """A digest of the names, shapes and first and last values of all parameters: enough to tell other
-    weights."""
-    digest = hashlib.sha256()
-    ends = []
-    for name, parameter in model.named_parameters():
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        if not parameter.is_meta and parameter.numel():
-            ends += [parameter.detach()[(i,) * parameter.ndim].float() for i in (0, -1)]
-    if ends:
-        digest.update(torch.stack(ends).cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def _describe(value: Any) -> Any:
-    """What ranks must agree on of an argument: plain values as they are, tensors and objects by kind and
-    shape."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, dict):
-        return {str(k): _describe(v) for k, v in value.items() if k not in MAY_DIFFER}
-    if isinstance(value, (list, tuple)):
-        return [_describe(item) for item in value]
-    if isinstance(value, torch.Tensor):
-        return f"tensor {tuple(value.shape)} {value.dtype}"
-    return (
-        f"{type(value).__name__} {getattr(value, 'size', '')}"
-        if hasattr(value, "size")
-        else type(value).__name__
-    )

@@ -17,7 +17,7 @@ MUON_PEAK_LR, ADAMW_PEAK_LR = 2e-3, 1e-3
 EMA_DECAY = 0.998
 PROMPT_DROPOUT = 0.1
 UNKNOWN_WORD = 0.1  # share of captions that get an unknown word somewhere
-TRAIN_SHIFT = 2.0
+TRAIN_SHIFT = 3.0
 # WanPipeline pads to 512 by default and cross-attention sees the padding: each step draws one length.
 PADDED_LENGTHS, LENGTH_WEIGHTS = (24, 64, 226, 512), (80, 8, 6, 6)
 

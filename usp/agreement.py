@@ -1,0 +1,63 @@
+"""What ranks compare before they work together: short descriptions that differ when it matters."""
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+MAY_DIFFER = ("generator", "output_type")  # the first is made alike; a rank may leave decoding to another
+SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A digest of the names, shapes and dtypes of all parameters, and of every bit of their values.
+
+    The values enter as sums of their bit patterns, exact in any order, computed where the weights are.
+    Parameters without data (offloaded to meta) count by shape.
+    """
+    digest = hashlib.sha256()
+    sums = []
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        if not parameter.is_meta and parameter.element_size() in SAME_SIZE:
+            bits = parameter.detach().view(SAME_SIZE[parameter.element_size()])
+            sums.append(bits.sum(dtype=torch.int64))
+    digest.update(str([int(value) for value in sums]).encode())
+    return digest.hexdigest()[:16]
+
+
+def describe_call(arguments: dict[str, Any]) -> dict[str, Any]:
+    """What ranks must agree on of a call's arguments."""
+    return {name: _describe(value) for name, value in arguments.items() if name not in MAY_DIFFER}
+
+
+def describe_scheduler(pipeline: Any) -> Any:
+    """The class and settings of a pipeline's scheduler, or None."""
+    scheduler: Any = getattr(pipeline, "scheduler", None)
+    if not hasattr(scheduler, "config"):
+        return None
+    return type(scheduler).__name__, _describe(dict(scheduler.config))
+
+
+def _describe(value: Any) -> Any:
+    """Plain values as they are; tensors, arrays and images by kind, shape and a digest of their bytes."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, dict):
+        return {str(key): _describe(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_describe(item) for item in value]
+    if isinstance(value, torch.Tensor):
+        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return f"tensor {tuple(value.shape)} {value.dtype} {_digest(raw)}"
+    if isinstance(value, np.ndarray):
+        return f"array {value.shape} {value.dtype} {_digest(value.tobytes())}"
+    if hasattr(value, "tobytes") and hasattr(value, "size"):  # an image
+        return f"{type(value).__name__} {value.size} {_digest(value.tobytes())}"
+    return type(value).__name__
+
+
+def _digest(raw: bytes) -> str:
+    return hashlib.sha256(raw).hexdigest()[:12]
