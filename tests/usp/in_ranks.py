@@ -9,7 +9,13 @@ import torch.distributed as dist
 from torch import nn
 
 from tests import tiny
+from usp.adapter import sharded
+from usp.attention import SequenceAttention
+from usp.config import parse_parallel
+from usp.mesh import Groups, make_groups
 from usp.pipeline import ParallelPipeline
+from usp.plan import ShardPlan
+from usp.plans.wan import WAN
 
 LAYOUTS = {
     2: ("ulysses2", "gather_kv2", "ring2"),
@@ -63,4 +69,26 @@ def hooks(model: nn.Module) -> int:
 
 def rank() -> int:
     """This rank."""
-    return dist.get_rank()
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def groups_of(layout: str, cache: dict[Any, Groups] = {}) -> Groups:  # noqa: B006  a rank keeps its groups over many calls
+    """This rank's groups for a layout."""
+    key = (id(dist.group.WORLD), layout)
+    if key not in cache:
+        cache[key] = make_groups(parse_parallel(layout), rank=rank())
+    return cache[key]
+
+
+@torch.no_grad()
+def forward(model: nn.Module, inputs: dict[str, Any], layout: str | None = None, plan: ShardPlan = WAN) -> torch.Tensor:
+    """The result of one forward of a Wan transformer, in this process alone or over the ranks of a layout."""
+    if layout is None:
+        return model(**inputs, return_dict=False)[0]
+    with sharded(model, plan, SequenceAttention(groups_of(layout))):
+        return model(**inputs, return_dict=False)[0]
+
+
+def largest(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest difference; NaN if the shapes differ."""
+    return (a - b).abs().max().item() if a.shape == b.shape else float("nan")

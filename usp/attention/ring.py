@@ -67,7 +67,7 @@ class MergedAttention:
         self._top: torch.Tensor | None = None  # B H S, the largest lse so far
 
     def add(self, out_BSHD: torch.Tensor, lse_BHS: torch.Tensor) -> None:
-        """Merge in one block's fp32 result and log-sum-exp."""
+        """Merge in one block's fp32 result and log-sum-exp; the first result is kept and written to."""
         if self._sum is None or self._weight is None or self._top is None:
             self._sum, self._top = out_BSHD, lse_BHS
             self._weight = (lse_BHS != -math.inf).to(lse_BHS.dtype)
@@ -75,15 +75,15 @@ class MergedAttention:
         top = torch.maximum(self._top, lse_BHS)
         finite = top.masked_fill(top == -math.inf, 0)  # exp(-inf - 0) is 0; exp(-inf - -inf) would be NaN
         keep, new = (self._top - finite).exp(), (lse_BHS - finite).exp()
-        self._sum = torch.addcmul(self._sum * _per_row(keep), out_BSHD, _per_row(new))
-        self._weight = self._weight * keep + new
+        self._sum.mul_(_per_row(keep)).addcmul_(out_BSHD, _per_row(new))  # the first block's result is ours
+        self._weight.mul_(keep).add_(new)
         self._top = top
 
     def result(self) -> torch.Tensor:
-        """The merged attention, fp32."""
+        """The merged attention, fp32. Call it once, at the end."""
         assert self._sum is not None, "no block was added"
         assert self._weight is not None, "every block brings its weight"
-        return self._sum / _per_row(self._weight.masked_fill(self._weight == 0, 1))
+        return self._sum.div_(_per_row(self._weight.masked_fill(self._weight == 0, 1)))
 
 
 def _per_row(value_BHS: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,73 @@
+"""Our shard plans name what is there, and cut what diffusers' own plans cut."""
+
+from typing import Any
+
+import diffusers
+import pytest
+from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
+
+from tests import tiny
+from usp.plan import GatherOutput, SplitInput, SplitOutput
+from usp.plans import PLANS, plan_for
+
+
+def cuts(plan: Any) -> set[tuple[Any, ...]]:
+    """What a plan of ours cuts and gathers: (what, module, argument or index, dim, ndim)."""
+    found: set[tuple[Any, ...]] = {("gather", g.module, None, g.dim) for g in plan.gathers}
+    for split in plan.splits:
+        assert split.stream == "tokens"
+        if isinstance(split, SplitInput):
+            found.add(("split input", split.module, split.argument, split.dim, split.ndim))
+        elif isinstance(split, SplitOutput):
+            found.add(("split output", split.module, split.index, split.dim, split.ndim))
+    return found
+
+
+def diffusers_cuts(plan: dict[str, Any]) -> set[tuple[Any, ...]]:
+    """The same of a `_cp_plan`."""
+    found: set[tuple[Any, ...]] = set()
+    for module, entry in plan.items():
+        if isinstance(entry, ContextParallelOutput):
+            found.add(("gather", module, None, entry.gather_dim))
+            continue
+        for key, cut in entry.items():
+            assert isinstance(cut, ContextParallelInput)
+            what = "split output" if cut.split_output else "split input"
+            found.add((what, module, key, cut.split_dim, cut.expected_dims))
+    return found
+
+
+def test_wan_is_cut_where_diffusers_cuts_it():
+    """Requirement 7: rope tables, tokens and per-token timesteps, at the same modules and dims as `_cp_plan`; text stays whole."""
+    theirs = diffusers_cuts(diffusers.WanTransformer3DModel._cp_plan)
+    assert len(theirs) == 5, "diffusers changed its plan; look at what is new"
+    assert cuts(PLANS["WanTransformer3DModel"]) == theirs
+
+
+def test_wan_shares_exactly_its_self_attention():
+    """Requirement 5: the plan names every self-attention and no cross-attention, known by the module's own flag."""
+    plan = PLANS["WanTransformer3DModel"]
+    model = tiny.transformer(num_layers=3)
+    (entry,) = plan.attentions
+    own = {name for name, m in model.named_modules() if getattr(m, "is_cross_attention", None) is False}
+    assert own == {f"blocks.{i}.attn1" for i in range(3)}
+    assert entry.modules == "blocks.*.attn1"
+    assert entry.streams == ("tokens",)
+
+
+@pytest.mark.parametrize("name", sorted(PLANS))
+def test_every_plan_is_for_a_class_that_diffusers_has(name):
+    """A plan is found by its model's class name, and reads config entries that the class takes."""
+    plan = PLANS[name]
+    assert plan.model == name
+    taken = getattr(diffusers, name).__init__.__wrapped__.__code__.co_varnames
+    assert plan.head_config in taken
+    assert plan.head_dim_config in taken
+    assert all(isinstance(g, GatherOutput) for g in plan.gathers)
+
+
+def test_a_model_without_a_plan_is_told_where_to_add_one():
+    """Requirement 40: the message has the class, the classes with plans, and the file to write."""
+    with pytest.raises(ValueError, match=r"^Thing has no shard plan; there are plans for .*WanTransformer3DModel") as caught:
+        plan_for(type("Thing", (), {})())
+    assert "write usp/plans/<family>.py and list it in usp/plans/__init__.py" in str(caught.value)
