@@ -127,7 +127,8 @@ def _rank(
             before()
         run_command_line(module, *words)
     except SystemExit as error:
-        _leave(error.code if isinstance(error.code, int) else int(error.code is not None))
+        if error.code:
+            _leave(error.code if isinstance(error.code, int) else 1)
     except BaseException:
         traceback.print_exc()
         _leave(1)
@@ -141,8 +142,8 @@ def run_command_line(module: ModuleType, *words: str) -> None:
 
 def _redirect(stdout: Path, stderr: Path) -> None:
     for number, path in ((1, stdout), (2, stderr)):
-        file = path.open("a", buffering=1)
-        os.dup2(file.fileno(), number)
+        with path.open("a") as file:
+            os.dup2(file.fileno(), number)
     sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
 
 

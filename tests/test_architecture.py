@@ -30,10 +30,11 @@ LEVELS = {
     "cfg_parallel": 6,
     "cache": 6,
     "adapter": 6,
+    "assembly": 7,
     "agreement": 0,
     "randomness": 6,
     "report": 6,
-    "pipeline": 7,
+    "pipeline": 8,
     "model_folder": 6,
     "schedulers": 6,
     "video": 6,
@@ -41,9 +42,10 @@ LEVELS = {
     "tasks": 7,
     "job": 8,
     "cli": 8,
-    "run": 9,
-    "verify": 9,
-    "bench": 9,
+    "planner": 9,
+    "run": 10,
+    "verify": 10,
+    "bench": 10,
 }
 VENDORS = {"cuda", "nccl", "npu", "hccl", "torch_npu", "musa", "mccl", "torch_musa", "xpu", "xccl", "rocm"}
 VENDOR_FILES = {"runtime/device.py", "usp/attention/kernels.py", "runtime/fused.py"}

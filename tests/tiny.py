@@ -1,7 +1,7 @@
 """Tiny Wan pipelines with random weights, made in memory from configs; every process gets the same weights.
 
-Two layers, width 32 (4 heads of 8), text width 16 and 5 tokens long, patch 1 x 2 x 2, fp32. The VAE shrinks by
-4 in time and 8 in space as Wan's does, so a grid of f x r x c tokens is a clip of 4 (f - 1) + 1 frames of
+Two layers, width 32 (4 heads of 8), text width 16 and 5 tokens long, patch 1 x 2 x 2, fp32. The VAE shrinks
+by 4 in time and 8 in space as Wan's does, so a grid of f x r x c tokens is a clip of 4 (f - 1) + 1 frames of
 16 r x 16 c pixels.
 """
 
@@ -34,14 +34,18 @@ STEPS = 3
 
 
 def seeded(build: Callable[[], Any], seed: int) -> Any:
-    """What `build` makes when its random weights are drawn from `seed`; the caller's random state is untouched."""
+    """What `build` makes with random weights from `seed`; the caller's random state is untouched."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every vendor's devices too
         return build().eval()
 
 
 def transformer(
-    *, model: type[WanTransformer3DModel] = WanTransformer3DModel, heads: int = 4, seed: int = 1, **config: Any
+    *,
+    model: type[WanTransformer3DModel] = WanTransformer3DModel,
+    heads: int = 4,
+    seed: int = 1,
+    **config: Any,
 ) -> Any:
     """A WanTransformer3DModel, or a subclass."""
     sizes = {
@@ -67,7 +71,14 @@ def vae() -> AutoencoderKLWan:
 
 def text_encoder() -> UMT5EncoderModel:
     """A UMT5 encoder."""
-    sizes = {"vocab_size": len(WORDS), "d_model": TEXT_DIM, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    sizes = {
+        "vocab_size": len(WORDS),
+        "d_model": TEXT_DIM,
+        "d_kv": 8,
+        "d_ff": 32,
+        "num_layers": 2,
+        "num_heads": 2,
+    }
     ids = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
     return seeded(lambda: UMT5EncoderModel(UMT5Config(**sizes, **ids, dropout_rate=0.0)), 3)
 
@@ -84,7 +95,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def image_encoder() -> CLIPVisionModel:
     """A CLIP vision model of 3 x 3 patches and a class token: 10 image tokens."""
-    sizes = {"hidden_size": IMAGE_DIM, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": IMAGE_DIM,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     return seeded(lambda: CLIPVisionModel(CLIPVisionConfig(**sizes, image_size=24, patch_size=8)), 4)
 
 
@@ -111,7 +127,7 @@ def t2v(**config: Any) -> WanPipeline:
 
 
 def i2v() -> WanImageToVideoPipeline:
-    """Wan 2.1 image to video: CLIP states through added key/value projections, the image's latents as channels."""
+    """Wan 2.1 image to video: CLIP states through added K/V projections, the image's latents as channels."""
     model = transformer(in_channels=2 * CHANNELS + 4, image_dim=IMAGE_DIM, added_kv_proj_dim=32)
     encode = {"image_encoder": image_encoder(), "image_processor": image_processor()}
     return WanImageToVideoPipeline(**parts(), **encode, transformer=model)
@@ -190,7 +206,12 @@ def call(kind: str, tokens: tuple[int, int, int] = (1, 3, 7), **changes: Any) ->
 
 
 def model_inputs(
-    tokens: tuple[int, int, int], *, batch: int = 1, channels: int = CHANNELS, text: int = TEXT_LENGTH, seed: int = 0
+    tokens: tuple[int, int, int],
+    *,
+    batch: int = 1,
+    channels: int = CHANNELS,
+    text: int = TEXT_LENGTH,
+    seed: int = 0,
 ) -> dict[str, torch.Tensor]:
     """Inputs of one forward of `transformer()`."""
     generator = torch.Generator().manual_seed(seed)

@@ -73,7 +73,7 @@ def cached(
     `group` has the ranks that share a forward. `share_of` gives this rank's true token count of a stream
     (`Sharded.share_of`); None if this rank holds all tokens. `outputs` has, for each element of a block's
     result, the name of the argument that it continues. Holds, per token held here and branch, twice the
-    hidden width in the model's dtype: 20 KiB for Wan 14B in bf16.
+    hidden width in the hidden states' dtype: 20 KiB for Wan 14B in bf16.
     Raises ValueError, before anything is changed, if the model does not fit.
     """
     return FirstBlockCache(model, plan, config, group, branches, share_of, tuple(outputs))
@@ -246,6 +246,7 @@ class FirstBlockCache:
 
         return forward
 
+    @torch.compiler.disable  # it exchanges and reads values; compiled blocks are cut here
     def _decide(self, output: Result, residual: torch.Tensor) -> _Forward:
         """The one place that branches: on sums that all ranks of the group share, and on counts."""
         state = self._states.setdefault(self._branches.current, _State())

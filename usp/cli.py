@@ -44,6 +44,12 @@ Transport = Annotated[
     str,
     typer.Option(help="auto; all_to_all or p2p if the other is broken.", rich_help_panel=PARALLEL),
 ]
+Cache = Annotated[
+    float | None,
+    typer.Option(
+        "--cache", help="First-block cache: skip below this change, e.g. 0.08.", rich_help_panel=PARALLEL
+    ),
+]
 Timeout = Annotated[float, typer.Option(help="Limit of one collective, seconds.", rich_help_panel=PARALLEL)]
 ModelName = Annotated[
     str | None,

@@ -10,7 +10,7 @@ from runtime.log import get_logger
 from runtime.process_group import RankEnv, World, read_rank_env
 from usp.attention.interop import check_engine
 from usp.attention.kernels import check_kernel
-from usp.config import ParallelConfig
+from usp.config import CacheConfig, ParallelConfig
 from usp.demo import MODEL_DIR, unknown_words
 from usp.model_folder import ModelFacts, read_model_folder
 from usp.tasks import Request, Task, choose_dtype, load_pipeline, model_path
@@ -33,6 +33,7 @@ class Job:
     dtype: Any
     words: Any  # (world_size, heads=...) -> ParallelConfig
     kernel: str
+    cache: CacheConfig | None
 
     @property
     def tokens(self) -> int:
@@ -54,6 +55,7 @@ def prepare(
     device: str | None,
     words: Any,
     kernel: str,
+    cache: float | None,
 ) -> Job:
     """The job, after every check that needs neither weights nor another rank; alike on all ranks.
 
@@ -80,6 +82,7 @@ def prepare(
         dtype=choose_dtype(dtype, here),
         words=words,
         kernel=kernel,
+        cache=None if cache is None else CacheConfig(threshold=cache),
     )
     if facts is not None:
         check_request(job, facts)

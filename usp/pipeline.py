@@ -10,15 +10,11 @@ from torch import nn
 from runtime.device import detect_device
 from runtime.log import get_logger
 from runtime.process_group import World, connect, read_rank_env
-from runtime.report import format_bytes, format_report, start_rows
-from usp.adapter import Sharded, sharded
+from runtime.report import format_report, start_rows
 from usp.agreement import describe_call, describe_scheduler, fingerprint
-from usp.attention import SequenceAttention
-from usp.attention.interop import external_attention
+from usp.assembly import Assembly, assemble
 from usp.attention.kernels import check_kernel
-from usp.branches import Branches
-from usp.cfg_parallel import BranchExchange, CfgParallel
-from usp.config import ParallelConfig, resolve_parallel
+from usp.config import CacheConfig, ParallelConfig, resolve_parallel
 from usp.deferred import concrete
 from usp.mesh import make_groups
 from usp.plans import PLANS, plan_for
@@ -36,10 +32,11 @@ class ParallelPipeline:
     read and to set. The pipeline is moved to this rank's device unless it is offloaded.
 
     `parallel` is "auto", a spelling such as "ulysses2 ring2", or a ParallelConfig; `kernel` names the local
-    attention kernel. A process group that exists is used and left alone, else one is made and ended by
-    `close()`. All ranks must make it, and call it, alike: same weights, same arguments; both are checked.
-    Raises ValueError, on all ranks, for a model without a plan, degrees that do not fit, or ranks that
-    differ.
+    attention kernel. `cache` is a threshold or a CacheConfig (`usp.cache`), off by default. With `strict` a
+    cfg axis that a call leaves idle is an error instead of a warning. A process group that exists is used and
+    left alone, else one is made and ended by `close()`. All ranks must make it, and call it, alike: same
+    weights, same arguments; both are checked. Raises ValueError, on all ranks, for a model without a plan,
+    degrees that do not fit, or ranks that differ.
     """
 
     def __init__(
@@ -52,6 +49,7 @@ class ParallelPipeline:
         world: World | None = None,
         timeout_s: float = 600.0,
         strict: bool = False,
+        cache: CacheConfig | float | None = None,
     ) -> None:
         self.pipeline = pipeline
         self.step = 0  # steps done in the call at hand, or in the last one
@@ -60,46 +58,35 @@ class ParallelPipeline:
         self._owns_world = world is None
         self._watch: Stopwatch | None = None
         self._handles: list[Any] = []
-        self._sharded: dict[str, Sharded] = {}
-        self._branches: dict[str, Branches] = {}
-        self._cfg: dict[str, CfgParallel] = {}
-        self._exchange: BranchExchange | None = None
-        self._engine: Any = None
-        self._strict = strict
+        self._assembly: Assembly | None = None
         self._broken: str | None = None
         self._progress_bar_config = dict(getattr(pipeline, "_progress_bar_config", {}))
-        self._groups = None
         self.parallel = resolve_parallel(parallel, _ranks_running(world), heads=_heads(self._models))
         self.world = world or _connect(device, timeout_s)
         try:
-            self._go_parallel(kernel, timeout_s)
+            self._go_parallel(kernel, _cache_config(cache), strict, timeout_s)
         except BaseException:
             self.close()
             raise
 
-    def _go_parallel(self, kernel: str, timeout_s: float) -> None:
+    def _go_parallel(self, kernel: str, cache: CacheConfig | None, strict: bool, timeout_s: float) -> None:
         check_kernel(kernel, self.world.device.kind)
-        self.world.agree((str(self.parallel), self.parallel.transport, kernel), "the parallel configuration")
+        asked = (str(self.parallel), self.parallel.transport, kernel, str(cache), strict)
+        self.world.agree(asked, "the parallel configuration")
         _move(self.pipeline, self.world)
         weights = {name: fingerprint(model) for name, model in self._models.items()}
         self.world.agree(weights, "the fingerprint of the weights")
-        self._groups = make_groups(self.parallel, rank=self.world.rank, timeout_s=timeout_s)
-        self._engine = external_attention(self.parallel, self._groups, kernel=kernel)
-        attention = SequenceAttention(self._groups, kernel, self._engine)
-        for name, model in self._models.items():
+        groups = make_groups(self.parallel, rank=self.world.rank, timeout_s=timeout_s)
+        self._assembly = assemble(
+            self._models, self.parallel, groups, kernel=kernel, cache=cache, strict=strict
+        )
+        for model in self._models.values():
             self._handles.append(model.register_forward_pre_hook(self._before_forward, prepend=True))
-            if self.parallel.sp_degree > 1:
-                self._sharded[name] = sharded(model, plan_for(model), attention)
-        if self.parallel.cfg_degree > 1:
-            self._exchange = BranchExchange(self._groups.cfg)
-            for name, model in self._models.items():
-                self._branches[name] = Branches(model)
-                self._cfg[name] = CfgParallel(
-                    model, plan_for(model), self._exchange, self._branches[name], strict=self._strict
-                )
         if not self.world.is_main and hasattr(self.pipeline, "set_progress_bar_config"):
             self.pipeline.set_progress_bar_config(**{**self._progress_bar_config, "disable": True})
-        logger.info(format_report("parallel pipeline", self._start_rows(attention)))
+        rows = [*start_rows(self.world), ("parallel", str(self.parallel))]
+        rows += self._assembly.rows(self.world.device.torch_device)
+        logger.info(format_report("parallel pipeline", rows))
 
     def __call__(self, *args: Any, seed: int | None = None, **kwargs: Any) -> Any:
         """The pipeline's result, on every rank.
@@ -110,7 +97,7 @@ class ParallelPipeline:
         arguments; RuntimeError once closed, or after a call that failed between steps, since the ranks may
         then be out of step.
         """
-        self._check_usable()
+        assembly = self._usable()
         arguments = self._bind(args, kwargs)
         self.world.agree(describe_call(arguments), "the call's arguments")
         self.world.agree(describe_scheduler(self.pipeline), "the scheduler's configuration")
@@ -118,10 +105,9 @@ class ParallelPipeline:
         arguments["generator"] = generator
         self._track_steps(arguments)
         sent_before = self.sent_bytes
-        for part in (*filter(None, [self._exchange]), *self._cfg.values()):
-            part.begin_call()
         self.step, self._watch = 0, Stopwatch(self.world.device)
         self.world.device.reset_memory_peak()
+        assembly.begin_call(is_last_step=self._is_last_step)
         try:
             with same_default_rng(self.world):
                 result = _with_values(self.pipeline(**arguments))
@@ -129,45 +115,45 @@ class ParallelPipeline:
             if self._watch.encoded is not None and self.world.world_size > 1:
                 self._broken = f"{type(error).__name__} after step {self.step}"
             raise
+        finally:
+            assembly.end_call()
         self._watch.mark_end()
+        assembly.tell_cache()
         self.report = collect_report(
             self.world,
             self._watch,
             seed=used_seed,
             parallel=str(self.parallel),
-            tokens=max((s.tokens_here for s in self._sharded.values()), default=0),
+            tokens=max((here for here, _ in assembly.tokens.values()), default=0),
             sent_bytes=self.sent_bytes - sent_before,
+            cache=assembly.cache_report(),
+            cache_seconds_saved=assembly.cache_seconds_saved(),
         )
         return result
 
     @property
     def sent_bytes(self) -> int:
         """Bytes that this rank has handed to other ranks so far."""
-        return sum(self._groups.sent.values()) if self._groups else 0
+        return sum(self._assembly.groups.sent.values()) if self._assembly else 0
 
     @property
     def tokens_per_forward(self) -> dict[str, tuple[int, int]]:
         """For each transformer that ran: this rank's tokens and all ranks' tokens in its last forward."""
-        return {n: (s.tokens_here, s.tokens_total) for n, s in self._sharded.items() if s.tokens_total}
+        return self._assembly.tokens if self._assembly else {}
 
     def close(self) -> None:
         """Give the pipeline back as it was, on its device; end the process group if this object made it.
 
         May be called again.
         """
-        for part in (*self._cfg.values(), *self._branches.values(), *self._sharded.values()):
-            part.close()
         for handle in self._handles:
             handle.remove()
-        self._cfg, self._branches, self._sharded, self._handles = {}, {}, {}, []
+        self._handles.clear()
         if hasattr(self.pipeline, "_progress_bar_config"):
             self.pipeline.set_progress_bar_config(**self._progress_bar_config)
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
-        if self._groups is not None:
-            self._groups.close()
-            self._groups = None
+        if self._assembly is not None:
+            self._assembly.close()
+            self._assembly = None
         if self._owns_world and "world" in self.__dict__:
             self.world.close()
 
@@ -193,11 +179,12 @@ class ParallelPipeline:
             setattr(self.pipeline, name, value)
 
     def __repr__(self) -> str:
-        state = "closed" if self._groups is None else f"{self.parallel} on {self.world.device}"
+        state = "closed" if self._assembly is None else f"{self.parallel} on {self.world.device}"
         return f"ParallelPipeline({type(self.pipeline).__name__}, {state})"
 
-    def _check_usable(self) -> None:
-        if self._groups is None:
+    def _usable(self) -> Assembly:
+        """What is applied. Raises if a call cannot be made."""
+        if self._assembly is None:
             raise RuntimeError("this ParallelPipeline is closed; make a new one around the pipeline")
         if self._broken:
             raise RuntimeError(
@@ -209,6 +196,7 @@ class ParallelPipeline:
                 raise ValueError(
                     f"{name} was replaced after it was spread over ranks; make a new ParallelPipeline"
                 )
+        return self._assembly
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The call's arguments by name. Raises ValueError that names an unknown one."""
@@ -245,32 +233,16 @@ class ParallelPipeline:
 
         arguments["callback_on_step_end"] = on_step_end
 
-    def _start_rows(self, attention: SequenceAttention) -> list[tuple[str, str]]:
-        rows = [*start_rows(self.world), ("parallel", str(self.parallel))]
-        for name, model in self._models.items():
-            heads, dim = (
-                model.config[c] for c in (plan_for(model).head_config, plan_for(model).head_dim_config)
-            )
-            size = sum(p.numel() * p.element_size() for p in model.parameters())
-            copies = "" if self.world.world_size == 1 else f", weights replicated x{self.world.world_size}"
-            shard = self._sharded.get(name)
-            patched = f", {shard.attention_modules} attention modules over ranks" if shard else ""
-            rows.append(
-                (name, f"{type(model).__name__}, {format_bytes(size)}{copies}, {heads} heads{patched}")
-            )
-            if heads < self.parallel.ulysses_degree:
-                logger.warning(
-                    "ulysses_degree=%d with %d heads: %d ranks have no attention to compute; ring or "
-                    "gather_kv would "
-                    "use them", self.parallel.ulysses_degree, heads, self.parallel.ulysses_degree - heads
-                )  # fmt: skip
-            if shard:
-                dtype = next(model.parameters()).dtype
-                rows.append(("kernel", attention.chosen_kernel(dtype, dim, self.world.device.torch_device)))
-        return rows
+    def _is_last_step(self) -> bool:
+        """Whether the step at hand is the call's last one; False where the pipeline does not tell."""
+        return self.step + 1 >= getattr(self.pipeline, "_num_timesteps", float("inf"))
 
 
 OWN_ATTRIBUTES = ("pipeline", "step", "report", "parallel", "world")  # and all with an underscore
+
+
+def _cache_config(cache: CacheConfig | float | None) -> CacheConfig | None:
+    return cache if cache is None or isinstance(cache, CacheConfig) else CacheConfig(threshold=cache)
 
 
 def _with_values(result: Any) -> Any:

@@ -69,6 +69,8 @@ class CallReport:
     tokens: list[int]
     sent_bytes: list[int]
     peak_memory_bytes: list[int]
+    cache: dict[str, dict[str, Any]] = field(default_factory=dict)
+    cache_seconds_saved: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
         """A dict of plain values."""
@@ -81,6 +83,8 @@ class CallReport:
             "tokens_per_rank": self.tokens,
             "bytes_sent_per_rank": self.sent_bytes,
             "peak_memory_bytes_per_rank": self.peak_memory_bytes,
+            "cache": {name: {k: v for k, v in b.items() if k != "text"} for name, b in self.cache.items()},
+            "cache_seconds_saved": round(self.cache_seconds_saved, 4),
         }
 
     def rows(self) -> list[tuple[str, str]]:
@@ -95,17 +99,38 @@ class CallReport:
                 "peak memory per rank",
                 " ".join(f"{format_bytes(n)}," for n in self.peak_memory_bytes).rstrip(","),
             ),
+            *((f"cache {name}", branch["text"]) for name, branch in self.cache.items()),
+            *([("cache saved", f"about {format_seconds(self.cache_seconds_saved)}")] if self.cache else []),
             ("seed", str(self.seed) if self.seed is not None else "the caller's generator"),
         ]
 
 
 def collect_report(
-    world: World, watch: Stopwatch, *, seed: int | None, parallel: str, tokens: int, sent_bytes: int
+    world: World,
+    watch: Stopwatch,
+    *,
+    seed: int | None,
+    parallel: str,
+    tokens: int,
+    sent_bytes: int,
+    cache: dict[str, dict[str, Any]],
+    cache_seconds_saved: float,
 ) -> CallReport:
     """The report over all ranks from each rank's figures. Collective."""
-    mine = (watch.stages(), watch.step_seconds(), tokens, sent_bytes, world.device.memory_peak())
-    stages, steps, tokens_, sent, peak = zip(*_gather(world, mine), strict=True)
-    return CallReport(seed, parallel, stages[0], steps[0], list(tokens_), list(sent), list(peak))
+    peak = world.device.memory_peak()
+    mine = (watch.stages(), watch.step_seconds(), tokens, sent_bytes, peak, cache, cache_seconds_saved)
+    stages, steps, all_tokens, sent, peaks, caches, saved = zip(*_gather(world, mine), strict=True)
+    return CallReport(
+        seed=seed,
+        parallel=parallel,
+        stages=stages[0],
+        step_seconds=steps[0],
+        tokens=list(all_tokens),
+        sent_bytes=list(sent),
+        peak_memory_bytes=list(peaks),
+        cache={name: branch for found in reversed(caches) for name, branch in found.items()},
+        cache_seconds_saved=saved[0],
+    )
 
 
 def _gather(world: World, mine: Any) -> list[Any]:

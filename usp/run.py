@@ -43,6 +43,7 @@ def wan_t2v(
     attention: cli.AttentionName = None,
     kernel: cli.Kernel = "auto",
     transport: cli.Transport = "auto",
+    cache: cli.Cache = None,
     timeout: cli.Timeout = 600.0,
     model: cli.ModelName = None,
     dtype: cli.DtypeName = "auto",
@@ -58,7 +59,9 @@ def wan_t2v(
     given |= {"num_inference_steps": steps, "guidance_scale": guidance}
     request = settle(WAN_T2V, bundled=model is None, size=size, **given)
     words = partial(choose_parallel, parallel, attention, transport)
-    job = prepare(WAN_T2V, request, model=model, dtype=dtype, device=device, words=words, kernel=kernel)
+    job = prepare(
+        WAN_T2V, request, model=model, dtype=dtype, device=device, words=words, kernel=kernel, cache=cache
+    )
     with connect(job.device, env=job.env, timeout_s=timeout) as world:
         make_video(job, world, scheduler=scheduler, seed=seed, out=out)
 
@@ -70,7 +73,9 @@ def make_video(job: Job, world: World, *, scheduler: str | None, seed: int, out:
         plain, facts = load(job, world)
         if scheduler is not None:
             plain.scheduler = with_scheduler(plain.scheduler, scheduler)
-        with ParallelPipeline(plain, job.parallel(facts), kernel=job.kernel, world=world) as pipeline:
+        with ParallelPipeline(
+            plain, job.parallel(facts), kernel=job.kernel, cache=job.cache, world=world
+        ) as pipeline:
             made.append(pipeline)
             pipeline.set_progress_bar_config(desc="denoise", disable=not world.is_main)
             # Only rank 0 decodes: the others would make the same frames and throw them away.
@@ -89,8 +94,8 @@ def write_result(job: Job, pipeline: ParallelPipeline, frames: Any, out: Path) -
     write_contact_sheet(video, sheet, caption=job.request.prompt)
     report = pipeline.report
     assert report is not None, "the call is over, so there is a report"
-    if job.env.world_size == 1:
-        report = replace(report, tokens=[job.tokens])
+    if not any(report.tokens):  # every rank holds the whole sequence
+        report = replace(report, tokens=[job.tokens] * job.env.world_size)
     rows = [
         ("video", f"{out} ({len(video)} frames of {video.shape[2]}x{video.shape[1]}, {job.request.fps} fps)")
     ]

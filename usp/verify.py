@@ -63,6 +63,7 @@ def wan_t2v(
     everything: Everything = False,
     kernel: cli.Kernel = "auto",
     transport: cli.Transport = "auto",
+    cache: cli.Cache = None,
     timeout: cli.Timeout = 600.0,
     model: cli.ModelName = None,
     dtype: cli.DtypeName = "auto",
@@ -80,7 +81,9 @@ def wan_t2v(
     given |= {"num_inference_steps": steps, "guidance_scale": guidance}
     request = settle(WAN_T2V, bundled=model is None, size=size, **given)
     words = partial(choose_parallel, parallel, attention, transport)
-    job = prepare(WAN_T2V, request, model=model, dtype=dtype, device=device, words=words, kernel=kernel)
+    job = prepare(
+        WAN_T2V, request, model=model, dtype=dtype, device=device, words=words, kernel=kernel, cache=cache
+    )
     limit = tolerance if tolerance is not None else TOLERANCES[job.dtype]
     with connect(job.device, env=job.env, timeout_s=timeout) as world:
         return verify(job, world, scheduler=scheduler, seed=seed, everything=everything, limit=limit)
@@ -126,7 +129,7 @@ def verify(
         found = []
         for layout in layouts:
             running[0] = f"the run on {layout}"
-            with ParallelPipeline(plain, layout, kernel=job.kernel, world=world) as pipeline:
+            with ParallelPipeline(plain, layout, kernel=job.kernel, cache=job.cache, world=world) as pipeline:
                 trace = _traced(pipeline, job, decode=world.is_main, seed=seed)
             found.append(_compare(world, str(layout), trace, reference))
         if world.is_main:

@@ -72,7 +72,7 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def groups_of(layout: str, cache: dict[Any, Groups] = {}) -> Groups:  # noqa: B006  a rank keeps its groups over many calls
+def groups_of(layout: str, cache: dict[Any, Groups] = {}) -> Groups:  # noqa: B006  kept over many calls
     """This rank's groups for a layout."""
     key = (id(dist.group.WORLD), layout)
     if key not in cache:
@@ -81,7 +81,9 @@ def groups_of(layout: str, cache: dict[Any, Groups] = {}) -> Groups:  # noqa: B0
 
 
 @torch.no_grad()
-def forward(model: nn.Module, inputs: dict[str, Any], layout: str | None = None, plan: ShardPlan = WAN) -> torch.Tensor:
+def forward(
+    model: nn.Module, inputs: dict[str, Any], layout: str | None = None, plan: ShardPlan = WAN
+) -> torch.Tensor:
     """The result of one forward of a Wan transformer, in this process alone or over the ranks of a layout."""
     if layout is None:
         return model(**inputs, return_dict=False)[0]

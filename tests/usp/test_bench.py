@@ -1,4 +1,4 @@
-"""The bench: counts exactly what is sent, tells how wrong each contender is, and survives a peer that fails."""
+"""The bench: bytes are exactly the least, each contender's error is told, a peer that fails ends nothing."""
 
 import json
 import math
@@ -13,10 +13,12 @@ import torch.distributed as dist
 
 from runtime.device import Device
 from runtime.process_group import connect
+from usp.bench.__main__ import is_sound
 from usp.bench.contenders import grid, layouts
 from usp.bench.ideal import BlockStack, Link, Traffic, attention_traffic, gather_traffic, ideal_ratio
 from usp.bench.peers import check_peers
-from usp.bench.rounds import Contender, Running, end, run_rounds, warm_up
+from usp.bench.rounds import Contender, Row, Running, end, run_rounds, warm_up
+from usp.bench.sheet import lead
 from usp.config import ParallelConfig
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +37,7 @@ def bench(ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_transformer_on_two_ranks_with_peers():
-    """Bytes equal the least and errors stay under 1e-5; peers that run agree, those that fail are reported."""
+    """Bytes equal the least, errors stay under 1e-5; peers that run agree, those that fail are told."""
     peers = ["diffusers", *(["yunchang"] if util.find_spec("yunchang") else [])]
     asked = [word for peer in peers for word in ("--peer", peer)]
     done = bench(2, "transformer", "--tokens", "24", "--tokens", "13", *SMALL, "--warmup", "1", *asked)
@@ -46,6 +48,7 @@ def test_transformer_on_two_ranks_with_peers():
     assert found["sound"] is True
     assert sum(line.startswith("usp.bench transformer") for line in lines) == 1, "rank 0 alone prints"
     even, odd = found["runs"]
+    assert even["lead"]["ours"] in ("ulysses2", "ring2", "gather_kv2")
     assert [even["tokens"], odd["tokens"]] == [24, 13]
     assert even["one_process_s"].keys() == {"median", "min", "max"}
     for row in even["contenders"]:
@@ -65,7 +68,9 @@ def test_transformer_on_two_ranks_with_peers():
 
 def test_usage_errors_are_one_sentence():
     """Unknown peers, peers on one rank, and strategies that do not fit."""
-    with pytest.raises(ValueError, match="peer='deepspeed' is not known; use one of diffusers, yunchang, xfu"):
+    with pytest.raises(
+        ValueError, match="peer='deepspeed' is not known; use one of diffusers, yunchang, xfu"
+    ):
         check_peers(["diffusers", "deepspeed"], 2)
     with pytest.raises(ValueError, match="peer='diffusers' was asked for on 1 rank; a peer is compared over"):
         check_peers(["diffusers"], 1)
@@ -128,13 +133,34 @@ class _Fakes:
     def off(self):
         return Running(lambda: torch.full((3,), 1.0 + self.world.rank))
 
+    def not_a_number(self):
+        return Running(lambda: torch.full((3,), torch.nan if self.world.rank else 1.0))
+
     def fails(self):
         if self.world.rank == 1:
             raise RuntimeError("no such kernel\nsecond line")
         return self.right()
 
+    def fails_everywhere(self):
+        raise RuntimeError("no such kernel")
+
     def close(self):
         self.closed += 1
+
+
+def test_lead_is_over_the_fastest_peer_round_by_round():
+    """Ours against theirs in the same round; None without a peer that ran."""
+
+    def row(name, peer, *seconds):
+        contender = Contender(name, lambda: Running(torch.ones), Traffic((0,), 0), 1.0, peer)
+        return Row(contender, seconds=list(seconds))
+
+    rows = [row("a", None, 4.0, 4.0, 9.0), row("b", None, 1.0, 2.0, 2.0), row("c", "them", 3.0, 3.0, 5.0)]
+    assert lead([*rows, row("slow", "them", 9.0, 9.0, 2.0), row("failed", "them")]) == (
+        *("b", "c"),
+        [3.0, 1.5, 2.5],
+    )
+    assert lead(rows[:2]) is None
 
 
 def measured(world, *builds, peer="them"):
@@ -151,7 +177,9 @@ def measured(world, *builds, peer="them"):
 def _with_a_failing_peer():
     with connect(Device("cpu")) as world:
         fakes = _Fakes(world)
-        right, fails, off = measured(world, fakes.right, fakes.fails, fakes.off)
+        builds = (fakes.right, fakes.fails, fakes.off, fakes.not_a_number)
+        right, fails, off, nan = measured(world, *builds)
+        assert nan.error == math.inf, "NaN on one rank is the worst error on all"
         assert right.error == 0.0
         assert right.sends_the_least
         assert len(right.seconds) == len(right.ratios) == 2
@@ -167,13 +195,27 @@ def test_a_peer_that_fails_on_one_rank_is_left_out_on_all(ranks):
     assert ranks(2).run(_with_a_failing_peer) == [2, 1]
 
 
+@pytest.mark.parametrize(
+    ("error", "sent", "peer", "sound"),
+    [
+        (1e-6, [16, 8], None, True),
+        (1e-3, [16, 8], None, False),
+        (math.nan, [16, 8], None, False),
+        (1e-6, [16, 16], None, False),
+        (1e-6, None, None, False),
+        (1e-3, [16, 16], "them", True),
+    ],
+)
+def test_run_is_sound_only_with_right_results_and_exact_bytes(error, sent, peer, sound):
+    """Exit code 1 else; peers are only reported."""
+    contender = Contender("any", lambda: Running(torch.ones), Traffic((16, 8), 1), 0.5, peer)
+    assert is_sound(Row(contender, error=error, sent=sent), 1e-4) is sound
+
+
 def _with_our_own_failing():
     with connect(Device("cpu")) as world:
-        fakes = _Fakes(world)
-        fakes.fails = lambda: (_ for _ in ()).throw(RuntimeError("ours"))
-        fakes.fails.__name__ = "ours"
-        with pytest.raises(RuntimeError, match="^ours$"):
-            measured(world, fakes.fails, peer=None)
+        with pytest.raises(RuntimeError, match="no such kernel"):
+            measured(world, _Fakes(world).fails_everywhere, peer=None)
         dist.barrier()
 
 

@@ -38,14 +38,14 @@ def diffusers_cuts(plan: dict[str, Any]) -> set[tuple[Any, ...]]:
 
 
 def test_wan_is_cut_where_diffusers_cuts_it():
-    """Requirement 7: rope tables, tokens and per-token timesteps, at the same modules and dims as `_cp_plan`; text stays whole."""
+    """Req 7: rope tables, tokens, per-token timesteps, where `_cp_plan` cuts; text stays whole."""
     theirs = diffusers_cuts(diffusers.WanTransformer3DModel._cp_plan)
     assert len(theirs) == 5, "diffusers changed its plan; look at what is new"
     assert cuts(PLANS["WanTransformer3DModel"]) == theirs
 
 
 def test_wan_shares_exactly_its_self_attention():
-    """Requirement 5: the plan names every self-attention and no cross-attention, known by the module's own flag."""
+    """Req 5: the plan names every self-attention and no cross-attention, known by the module's own flag."""
     plan = PLANS["WanTransformer3DModel"]
     model = tiny.transformer(num_layers=3)
     (entry,) = plan.attentions
@@ -67,7 +67,9 @@ def test_every_plan_is_for_a_class_that_diffusers_has(name):
 
 
 def test_a_model_without_a_plan_is_told_where_to_add_one():
-    """Requirement 40: the message has the class, the classes with plans, and the file to write."""
-    with pytest.raises(ValueError, match=r"^Thing has no shard plan; there are plans for .*WanTransformer3DModel") as caught:
+    """Req 40: the message has the class, the classes with plans, and the file to write."""
+    with pytest.raises(
+        ValueError, match=r"^Thing has no shard plan; there are plans for .*WanTransformer3DModel"
+    ) as caught:
         plan_for(type("Thing", (), {})())
     assert "write usp/plans/<family>.py and list it in usp/plans/__init__.py" in str(caught.value)

@@ -113,7 +113,7 @@ def transformer(
     stack = BlockStack(layers=layers, heads=heads, head_dim=head_dim, ffn=ffn, text=text)
 
     def cases(world: World, count: int) -> tuple[Compute, list[Contender]]:
-        model = contenders.wan(stack, torch_dtype, world)
+        model = contenders.wan(stack, count, torch_dtype, world)
         inputs = contenders.wan_inputs(stack, count, torch_dtype, world)
         each = [contenders.transformer_contender(world, config, model, inputs, stack) for config in configs]
         for name in peer or []:
@@ -147,14 +147,14 @@ def measure(plan: Plan) -> int:
             singles = run_rounds(world, alone, rows, plan.rounds)
             sheet.print_measured(count, rows, singles, link)
             done.append(sheet.as_json(count, rows, singles, link))
-            sound = sound and all(_is_sound(row, TOLERANCES[plan.dtype]) for row in rows)
+            sound = sound and all(is_sound(row, TOLERANCES[plan.dtype]) for row in rows)
             end(rows)
         found = {"command": plan.command, "sound": sound, "shape": plan.shape, "runs": done}
         print(json.dumps(info | {"link": sheet.link_json(link)} | found), flush=True)
     return 0 if sound else 1
 
 
-def _is_sound(row: Row, tolerance: float) -> bool:
+def is_sound(row: Row, tolerance: float) -> bool:
     """Whether a row of ours has the right result and sent exactly what it must; peers are only reported."""
     return row.contender.peer is not None or (row.error <= tolerance and row.sends_the_least is True)
 

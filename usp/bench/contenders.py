@@ -73,8 +73,8 @@ def attention_contender(world: World, config: ParallelConfig, qkv_BSHD: Sequence
     return Contender(name_of(config), build, least, attention_work(config, tokens, heads), pick=pick)
 
 
-def wan(stack: BlockStack, dtype: torch.dtype, world: World) -> nn.Module:
-    """A WanTransformer3DModel of these sizes, with random weights that are alike on all ranks."""
+def wan(stack: BlockStack, tokens: int, dtype: torch.dtype, world: World) -> nn.Module:
+    """A WanTransformer3DModel of these sizes for inputs of `tokens`; random weights, alike on all ranks."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         model = WanTransformer3DModel(
@@ -85,7 +85,7 @@ def wan(stack: BlockStack, dtype: torch.dtype, world: World) -> nn.Module:
             text_dim=stack.width,
             in_channels=stack.channels,
             out_channels=stack.channels,
-            rope_max_seq_len=4096,
+            rope_max_seq_len=max(1024, *grid(tokens)),
         )
     return nn.Module.to(model, world.device.torch_device, dtype).eval()
 

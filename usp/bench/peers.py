@@ -67,10 +67,9 @@ def _diffusers(
     ring = config.ring_degree > 1
 
     def build() -> Running:
-        diffusers_logging.set_verbosity_error()  # each rank would say that the feature is experimental,
-        warnings.filterwarnings(
-            "ignore", "`torch.distributed._functional", FutureWarning
-        )  # and this, per call
+        # Each rank would say that the feature is experimental, and torch that it is called in an old way.
+        diffusers_logging.set_verbosity_error()
+        warnings.filterwarnings("ignore", "`torch.distributed._functional", FutureWarning)
         peer: Any = twin(model)
         degrees = ContextParallelConfig(ring_degree=config.ring_degree, ulysses_degree=config.ulysses_degree)
         count = partial(_replaced, torch.accelerator, "device_count", lambda: 1)

@@ -1,6 +1,7 @@
 """Interleaved rounds: one process runs alone, then every contender once, so that drift hits all alike."""
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -160,7 +161,8 @@ def _run_once(running: Running, want: torch.Tensor) -> tuple[float, int | None]:
     out = running.compute()
     sent = running.sent() - before if running.sent else None
     assert out.shape == want.shape, f"the result has shape {tuple(out.shape)}, not {tuple(want.shape)}"
-    return (out.float() - want.float()).abs().max().item() if out.numel() else 0.0, sent
+    error = (out.float() - want.float()).abs().max().item() if out.numel() else 0.0
+    return math.inf if math.isnan(error) else error, sent
 
 
 def end(rows: Sequence[Row]) -> None:

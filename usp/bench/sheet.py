@@ -57,14 +57,9 @@ def print_expected(tokens: int, rows: Sequence[Row], single_s: float, link: Link
     title = f"{tokens} tokens: the ideal, from one process's {1000 * single_s:.1f} ms in the warm-up"
     table = _table(title, "contender", "work left", "least sent per rank", "exchanges", "ideal speed-up")
     for row in rows:
-        least, best = (
-            row.contender.least,
-            ideal_ratio(single_s, row.contender.work, row.contender.least, link),
-        )
-        sent = format_bytes(max(least.sent))
-        table.add_row(
-            row.contender.name, f"{row.contender.work:.1%}", sent, str(least.exchanges), f"{best:.2f}"
-        )
+        name, work, least = row.contender.name, row.contender.work, row.contender.least
+        best = f"{ideal_ratio(single_s, work, least, link):.2f}"
+        table.add_row(name, f"{work:.1%}", format_bytes(max(least.sent)), str(least.exchanges), best)
     _print(table)
 
 
@@ -83,19 +78,42 @@ def print_measured(tokens: int, rows: Sequence[Row], singles: list[float], link:
         of_ideal = f"{median(row.ratios) / best:.0%}"
         table.add_row(row.contender.name, times, ratios, of_ideal, _bytes_text(row), f"{row.error:.1e}")
     _print(table)
+    ahead = lead(rows)
+    if ahead is not None:
+        ours, peer, ratios = ahead
+        print(
+            f"  best of ours {ours} against best peer {peer}, round by round: {_spread(ratios, 3)} x as fast"
+        )
     for row in rows:
         if row.fault is not None:
             print(f"  {row.contender.name} failed: {row.fault}")
-    for note in dict.fromkeys(note for row in rows for note in row.contender.notes):
+    ran = [row for row in rows if row.fault is None]
+    for note in dict.fromkeys(note for row in ran for note in row.contender.notes):
         print(f"  {note}")
+
+
+def lead(rows: Sequence[Row]) -> tuple[str, str, list[float]] | None:
+    """The names of our fastest and of the fastest peer, and how much faster ours was in each round.
+
+    Fastest by median. None if there is no peer that ran.
+    """
+    ours = [row for row in rows if row.contender.peer is None and row.seconds]
+    peers = [row for row in rows if row.contender.peer is not None and row.seconds]
+    if not ours or not peers:
+        return None
+    one, other = (min(group, key=lambda row: median(row.seconds)) for group in (ours, peers))
+    ratios = [theirs / mine for mine, theirs in zip(one.seconds, other.seconds, strict=True)]
+    return one.contender.name, other.contender.name, ratios
 
 
 def as_json(tokens: int, rows: Sequence[Row], singles: list[float], link: Link | None) -> dict[str, Any]:
     """One token count's results as plain values; times in seconds."""
+    ahead = lead(rows)
     return {
         "tokens": tokens,
         "one_process_s": _numbers(singles),
         "contenders": [_row_json(row, median(singles), link) for row in rows],
+        "lead": ahead and {"ours": ahead[0], "peer": ahead[1], "ratio": _numbers(ahead[2])},
     }
 
 
@@ -162,7 +180,7 @@ def _cpu_model() -> str:
 
 
 def _commit() -> str | None:
-    """The commit that this file belongs to, marked if files differ from it."""
+    """The commit that this file belongs to, marked if the code differs; None where there is none."""
     here = Path(__file__).parent
 
     def git(*words: str) -> str | None:
@@ -172,5 +190,7 @@ def _commit() -> str | None:
             return None
         return done.stdout.strip()
 
-    commit = git("rev-parse", "--short", "HEAD")
-    return commit if commit is None or not git("status", "--porcelain", ".") else f"{commit} and changes"
+    if not git("ls-files", Path(__file__).name):  # installed, perhaps inside another repository
+        return None
+    changes = git("status", "--porcelain", "--", ":/usp", ":/runtime")
+    return f"{git('rev-parse', '--short', 'HEAD')}{' and changes' if changes else ''}"

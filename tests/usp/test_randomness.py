@@ -39,7 +39,7 @@ def noise(seeds: list[int | None]) -> list[tuple[np.ndarray, int]]:
 
 
 def test_b04_a_seed_gives_the_same_bits_in_any_world(ranks):
-    """B04, requirement 20: seed 7 on 1, 2 and 4 ranks, and a torch.Generator in one process: equal noise."""
+    """B04, req 20: seed 7 on 1, 2 and 4 ranks, and a torch.Generator in one process: equal noise."""
     pipeline = tiny.build("t2v")
     seen = listened(pipeline)
     alone("t2v", SHORT, pipeline=pipeline)
@@ -50,7 +50,7 @@ def test_b04_a_seed_gives_the_same_bits_in_any_world(ranks):
 
 
 def test_b04_without_a_seed_rank_0_draws_one_for_all(ranks):
-    """B04, requirement 20: None and -1 give one noise on all ranks, another in each call, that its seed repeats."""
+    """B04, req 20: None and -1 give one noise on all ranks, another in each call, that its seed repeats."""
     by_rank = ranks(2).run(noise, [None, None, -1])
     for one, other in zip(*by_rank, strict=True):
         assert np.array_equal(one[0], other[0])
@@ -59,7 +59,9 @@ def test_b04_without_a_seed_rank_0_draws_one_for_all(ranks):
     assert len({seed for _, seed in drawn}) == 3
     assert not np.array_equal(drawn[0][0], drawn[1][0])
     assert not np.array_equal(drawn[1][0], drawn[2][0])
-    for (again, _), (first, _) in zip(ranks(2).run(noise, [seed for _, seed in drawn])[1], drawn, strict=True):
+    for (again, _), (first, _) in zip(
+        ranks(2).run(noise, [seed for _, seed in drawn])[1], drawn, strict=True
+    ):
         assert np.array_equal(again, first)
 
 
@@ -87,13 +89,13 @@ def seeds_logged(seeds: list[int | None]) -> tuple[list[str], list[int]]:
 
 
 def test_b04_a_drawn_seed_is_logged_as_drawn(ranks):
-    """B04, requirement 37: the log has the seed that was used, and whether it was drawn."""
+    """B04, req 37: the log has the seed that was used, and whether it was drawn."""
     texts, (seed, _) = ranks(2).run(seeds_logged, [None, SEED])[0]
     assert texts == [f"seed {seed} (drawn)", f"seed {SEED}"]
 
 
 def with_generators(seeds: list[int], as_list: bool, worlds_differ: bool) -> tuple[np.ndarray, list[bool]]:
-    """A call with the caller's generators (other ones on rank 1): its latents, and are they where one process leaves them?"""
+    """A call's latents with the caller's generators; and are these where one process leaves them?"""
     generators = [seeded(s + (rank() if worlds_differ else 0)) for s in seeds]
     prompts = {"prompt": ["red circle"] * len(seeds), "negative_prompt": None}
     with ParallelPipeline(tiny.build("t2v")) as pipe:
@@ -107,8 +109,11 @@ def with_generators(seeds: list[int], as_list: bool, worlds_differ: bool) -> tup
 @pytest.mark.parametrize("differ", [False, True])
 @pytest.mark.parametrize(("seeds", "as_list"), [([3], False), ([3, 4], True)])
 def test_b41_the_callers_generators_take_rank_0s_state_and_are_advanced(ranks, seeds, as_list, differ):
-    """B41, requirement 39: a CPU generator, or one per item; after the call they are where one process leaves them."""
-    want = [alone("t2v", {**SHORT, "prompt": "red circle", "negative_prompt": None, "generator": s}) for s in seeds]
+    """B41, req 39: a CPU generator, or one per item; they end where one process leaves them."""
+    want = [
+        alone("t2v", {**SHORT, "prompt": "red circle", "negative_prompt": None, "generator": s})
+        for s in seeds
+    ]
     for size in (1, 2):
         for found, advanced in ranks(size).run(with_generators, seeds, as_list, differ):
             assert np.abs(found - np.concatenate(want)).max() <= 1e-5  # batch 2 against two runs of batch 1
@@ -126,7 +131,10 @@ def test_b41_whole_numbers_as_generator_are_seeds(ranks):
     """B41: generator=3 and generator=[3, 4] mean seeds."""
     for one, two in ranks(2).run(with_whole_numbers):
         assert np.abs(one - alone("t2v", {**SHORT, "generator": 3})).max() <= 1e-5  # two ranks against one
-        assert np.abs(two - alone("t2v", {**SHORT, "num_videos_per_prompt": 2, "generator": [3, 4]})).max() <= 1e-5
+        assert (
+            np.abs(two - alone("t2v", {**SHORT, "num_videos_per_prompt": 2, "generator": [3, 4]})).max()
+            <= 1e-5
+        )
 
 
 def errors_of_seeds(arguments: list[dict[str, Any]]) -> list[str]:
@@ -138,14 +146,21 @@ def errors_of_seeds(arguments: list[dict[str, Any]]) -> list[str]:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_seeds_that_make_no_sense_are_refused_with_what_was_given(ranks, size):
-    """Requirements 39, 40: both seed and generator, a seed out of range, a word: a ValueError on every rank."""
+    """Req 39, 40: both seed and generator, a seed out of range, a word: a ValueError on every rank."""
     given = [{"seed": 1, "generator": 2}, {"seed": -2}, {"seed": 2**63}, {"seed": True}, {"generator": "7"},
              {"generator": -3}, {"generator": [1, 2**70]}, {"generator": []}]  # fmt: skip
     for texts in ranks(size).run(errors_of_seeds, given):
-        assert texts[0] == "ValueError: both seed and generator were given; they say the same thing; give one of them"
+        assert (
+            texts[0]
+            == "ValueError: both seed and generator were given; they say the same thing; give one of them"
+        )
         for text, value in zip(texts[1:4], ("-2", str(2**63), "True"), strict=True):
-            assert text.startswith(f"ValueError: seed={value} was given; a seed is a whole number from 0 to {2**63 - 1}")
-        assert texts[4].startswith("ValueError: generator='7' was given; it must be a torch.Generator, a seed")
+            assert text.startswith(
+                f"ValueError: seed={value} was given; a seed is a whole number from 0 to {2**63 - 1}"
+            )
+        assert texts[4].startswith(
+            "ValueError: generator='7' was given; it must be a torch.Generator, a seed"
+        )
         assert texts[5].startswith("ValueError: seed=-3 was given")
         assert texts[6].startswith(f"ValueError: seed={2**70} was given")
         assert texts[7].startswith("ValueError: ")
@@ -167,7 +182,7 @@ def unlike_seeds(by_rank: list[dict[str, Any]]) -> str:
     ],
 )
 def test_ranks_that_give_unlike_seeds_are_refused_together(ranks, by_rank):
-    """Requirement 25: no rank waits for a collective that the other does not enter; both are told both values."""
+    """Req 25: no rank waits for a collective that the other does not enter; both are told both values."""
     for text in ranks(2).run(unlike_seeds, by_rank, timeout_s=15):
         assert text.startswith("ValueError: ")
         assert "differs over ranks: rank 0 has" in text
@@ -192,7 +207,7 @@ def draws(seed: int) -> list[float]:
 
 
 def test_requirement_21_draws_without_a_generator_agree(ranks):
-    """Requirement 21: code in the loop that uses the default generator draws the same on all ranks, whose own state stays."""
+    """Req 21: code in the loop draws alike on all ranks from the default generator, whose state stays."""
     one, other = ranks(2).run(draws, SEED)
     assert one == other
     assert one[0] != one[1]

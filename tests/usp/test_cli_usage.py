@@ -1,0 +1,333 @@
+"""What bad input gets: one sentence on rank 0, exit code 2 on every rank, before weights and before ranks meet."""
+
+import logging
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import usp.job
+import usp.run
+import usp.verify
+from runtime import device
+from tests.processes import completed, torchrun
+from tests.usp.folders import FAULTS, copy_of_demo
+from usp import cli
+from usp.config import choose_parallel, spellings
+from usp.job import prepare
+from usp.tasks import WAN_T2V, settle
+
+Refuse = Callable[..., str]
+ULYSSES8 = "cfg 1 x ring 1 x gather_kv 1 x ulysses 8 = 8 ranks were asked for; {size} are running; use one of: {these}"
+
+
+@pytest.fixture(autouse=True)
+def _loggers_as_before() -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in ("runtime", "usp")]
+    before = [(log, log.handlers[:], log.level, log.propagate) for log in loggers]
+    yield
+    for log, handlers, level, propagate in before:
+        log.handlers[:], log.propagate = handlers, propagate
+        log.setLevel(level)
+
+
+def be_rank(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> None:
+    """Set torchrun's variables."""
+    for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", size), ("LOCAL_WORLD_SIZE", size)):
+        monkeypatch.setenv(name, str(value))
+
+
+@pytest.fixture
+def refuse(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Refuse]:
+    """`refuse(*words)` gives rank 0's sentence; on the way it checks all that every refusal promises."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    slept: list[float] = []
+
+    def too_late(*args: Any, **kwargs: Any) -> None:
+        pytest.fail("not refused before the ranks meet and weights are read")
+
+    for module in (usp.run, usp.verify):
+        monkeypatch.setattr(module, "connect", too_late)
+    monkeypatch.setattr(usp.job, "load_pipeline", too_late)
+
+    def run(*words: str, module: ModuleType = usp.run, size: int = 2) -> str:
+        said = []
+        for rank in range(size):
+            be_rank(monkeypatch, rank, size)
+            with monkeypatch.context() as patch:
+                patch.setattr("sys.argv", [module.__name__, *words])
+                patch.setattr(time, "sleep", slept.append)
+                with pytest.raises(SystemExit) as caught:
+                    cli.main(module.app, module.__name__)
+            assert caught.value.code == 2, f"rank {rank} of {size}"
+            captured = capsys.readouterr()
+            assert captured.out == ""
+            said.append(captured.err)
+        assert said[1:] == [""] * (size - 1), "rank 0 alone speaks"
+        assert slept == [cli.LATER_S] * (size - 1), "the others leave later, or a launcher would end rank 0 first"
+        slept.clear()
+        assert os.listdir(".") == [], "nothing is written"
+        prefix = f"{module.__name__}: error: "
+        assert said[0].startswith(prefix)
+        assert said[0].count("\n") == 1
+        return said[0].removeprefix(prefix).removesuffix("\n")
+
+    yield run
+
+
+REFUSALS: dict[str, str] = {
+    # what the parser finds
+    "wan-t2v --bogus": "No such option: --bogus (Possible options: --out)",
+    "wan-t9v": "No such command 'wan-t9v'. Did you mean 'wan-t2v'?",
+    "wan-t2v film": "Got unexpected extra argument(s) (film)",
+    "wan-t2v --steps": "Option '--steps' requires an argument.",
+    # degrees (B19)
+    "wan-t2v --parallel ulysses8": ULYSSES8.format(size=2, these=f"{', '.join(spellings(2))}, or start 8 ranks"),
+    "wan-t2v --parallel ulysses0": "ulysses_degree=0 was asked for; a degree is a whole number of ranks, 1 or more; "
+    "leave ulysses_degree out to get 1",
+    "wan-t2v --parallel ring-1": "ring_degree=-1 was asked for; a degree is a whole number of ranks, 1 or more; "
+    "leave ring_degree out to get 1",
+    "wan-t2v --parallel foo2": "parallel='foo2': 'foo2' is not an axis and a degree; write 'auto' or words such as "
+    "'ulysses2 ring2' from the axes cfg, ring, gather_kv, ulysses",
+    "wan-t2v --parallel ulysses2,ulysses2": "parallel='ulysses2,ulysses2': 'ulysses2' is given twice; write 'auto' or "
+    "words such as 'ulysses2 ring2' from the axes cfg, ring, gather_kv, ulysses",
+    "wan-t2v --attention ring --parallel ulysses2": "attention='ring' gives all ranks to one axis, and "
+    "parallel='ulysses2' spells the axes; give one of the two",
+    # names
+    "wan-t2v --attention flash": "attention='flash' is not known; use one of auto, ulysses, gather-kv, ring, usp, "
+    "yunchang, xfuser",
+    "wan-t2v --kernel foo": "kernel='foo' is not known; this rank's device is cpu; use auto or one of cpu-flash, plain",
+    "wan-t2v --kernel cuda-flash": "kernel='cuda-flash' runs on cuda only; this rank's device is cpu; use auto or one "
+    "of cpu-flash, plain",
+    "wan-t2v --transport tcp": "transport='tcp' is not known; use one of auto, all_to_all, p2p",
+    "wan-t2v --scheduler ddim": "scheduler 'ddim' is not known; use one of euler, heun, unipc, dpm++",
+    "wan-t2v --dtype int8": "dtype 'int8' is not known; use auto or one of fp32, bf16, fp16",
+    "wan-t2v --device tpu": 'device="tpu" is not a device; use one of npu, musa, cuda, xpu, mps, cpu, or an index as '
+    "in npu:1",
+    "wan-t2v --device cpu:1": "device=cpu:1: cpu has no index; use cpu",
+    # numbers
+    "wan-t2v --size 112": "size '112' was given; write WIDTHxHEIGHT in pixels, for example 832x480",
+    "wan-t2v --size 120x112": "width 120 was asked for; this model makes multiples of 16 pixels; use 112 or 128",
+    "wan-t2v --size 112x8": "height 8 was asked for; this model makes multiples of 16 pixels; use 16 or 32",
+    "wan-t2v --frames 16": "16 frames were asked for; this model makes 1 more than a multiple of 4; use 13 or 17",
+    "wan-t2v --frames 0": "0 frames were asked for; this model makes 1 more than a multiple of 4; use 1 or 5",
+    "wan-t2v --steps 0": "num inference steps 0 was asked for; use 1 or more",
+    "wan-t2v --seed -2": "seed=-2 was given; a seed is a whole number from 0 to 9223372036854775807, or -1 to draw one",
+    "wan-t2v --seed 9223372036854775808": "seed=9223372036854775808 was given; a seed is a whole number from 0 to "
+    "9223372036854775807, or -1 to draw one",
+    # models
+    "wan-t2v --model /no/such": "no prompt was given; say what the video shall show with --prompt",
+    "wan-t2v --model /no/such --prompt cat": "model '/no/such' does not exist here; give a diffusers folder, or a hub "
+    "name like owner/name",
+}
+RUN_ONLY: dict[str, str] = {
+    "wan-t2v --fps 0": "fps 0 was asked for; use 1 or more",
+    "wan-t2v --out film.avi": "output 'film.avi' was asked for; this task writes mp4; use a name that ends in .mp4",
+    "wan-t2v --out .": "output '.' was asked for; this task writes mp4; use a name that ends in .mp4",
+}
+
+
+@pytest.fixture(autouse=True)
+def _cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with nothing but a cpu, whatever this one has."""
+    monkeypatch.setattr(device, "device_count", lambda kind: int(kind == "cpu"))
+
+
+@pytest.mark.parametrize("words", [*REFUSALS, *RUN_ONLY])
+def test_run_refuses_in_a_sentence(refuse, words):
+    """Point 9, requirements 11, 12, B19: what was asked, what is so, what to do; code 2 on both ranks; nothing made."""
+    assert refuse(*words.split()) == {**REFUSALS, **RUN_ONLY}[words]
+
+
+@pytest.mark.parametrize("words", REFUSALS)
+def test_verify_refuses_alike(refuse, words):
+    """The same options, the same sentences."""
+    assert refuse(*words.split(), module=usp.verify).replace(" (Possible options: --all)", "") == REFUSALS[
+        words
+    ].replace(" (Possible options: --out)", "")
+
+
+def test_a_word_where_a_number_belongs_is_refused(refuse):
+    """The option is named; how the rest is worded is the CLI library's business."""
+    assert refuse("wan-t2v", "--steps", "many").startswith("Invalid value for '--steps': ")
+
+
+@pytest.mark.parametrize("words", ["--attention ring", "--parallel ring2"])
+def test_all_strategies_and_one_of_them_are_refused(refuse, words):
+    """verify: --all with --attention or --parallel."""
+    assert refuse("wan-t2v", "--all", *words.split(), module=usp.verify) == (
+        "--all sweeps every strategy, and --parallel or --attention names one; leave one of them out"
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_b19_degrees_that_do_not_fit_list_those_that_do(refuse, size):
+    """The product, the ranks that run, and every combination that fits them; each of these, tried, is taken."""
+    said = refuse("wan-t2v", "--parallel", "ulysses8", size=size)
+    assert said.startswith(ULYSSES8.format(size=size, these=""))
+    assert said.endswith(", or start 8 ranks")
+    proposals = re.findall(r"'([^']+)'", said)
+    assert f"ulysses{size}" in proposals
+    assert len(proposals) >= {1: 1, 2: 3, 3: 3, 4: 5}[size]
+    for proposal in proposals:
+        assert choose_parallel(proposal, None, "auto", size).world_size == size
+
+
+def test_without_a_task_the_tasks_are_listed(monkeypatch, capsys):
+    """`python -m usp.run` alone: help that names wan-t2v, exit code 2, and no empty error."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("sys.argv", ["usp.run"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main(usp.run.app, "usp.run")
+    assert caught.value.code == 2
+    captured = capsys.readouterr()
+    assert "wan-t2v" in captured.out + captured.err
+    assert "error: \n" not in captured.err
+
+
+@pytest.mark.parametrize("module", [usp.run, usp.verify])
+def test_help_is_short_grouped_and_from_rank_0(monkeypatch, capsys, module):
+    """Point 6: under 50 lines, by topic, code 0 on all ranks, silent on rank 1."""
+    monkeypatch.setenv("COLUMNS", "100")
+    said = []
+    for rank in (0, 1):
+        be_rank(monkeypatch, rank, 2)
+        monkeypatch.setattr("sys.argv", [module.__name__, "wan-t2v", "--help"])
+        with pytest.raises(SystemExit) as caught:
+            cli.main(module.app, module.__name__)
+        assert caught.value.code == 0
+        captured = capsys.readouterr()
+        assert captured.err == ""
+        said.append(captured.out)
+    assert said[1] == ""
+    assert len(said[0].splitlines()) < 50
+    for topic in ("Video", "Parallel", "Model", "Output"):
+        assert re.search(rf"─ {topic} ─", said[0]), topic
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_model_folder_is_refused(refuse, tmp_path, fault):
+    """Point 9, missing files: the file is named before weights are read, with the same words on any rank."""
+    folder = copy_of_demo(tmp_path / "model")
+    spoil, message = FAULTS[fault]
+    spoil(folder)
+    said = refuse("wan-t2v", "--prompt", "a cat", "--model", str(folder))
+    assert said == message.format(folder=folder)
+
+
+def test_a_folder_that_looks_like_a_hub_name_is_told_apart(monkeypatch, capsys, tmp_path):
+    """A mistyped relative folder, with no hub in reach: no traceback; both readings of the name are mentioned."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("sys.argv", ["usp.run", "wan-t2v", "--prompt", "a cat", "--model", "models/wan"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main(usp.run.app, "usp.run")
+    said = capsys.readouterr().err
+    assert caught.value.code != 0
+    assert "models/wan" in said
+    assert "folder" in said
+    assert "hub" in said
+    assert "Traceback" not in said
+
+
+def test_a_device_that_is_not_here_names_what_is(refuse):
+    """Point 9: --device cuda on a machine without one."""
+    said = refuse("wan-t2v", "--device", "cuda")
+    assert said == "device=cuda; no cuda device is usable here; available: cpu"
+
+
+def test_b65_more_ranks_than_devices_is_told_alike_on_all_ranks(refuse, monkeypatch):
+    """Requirement 15: four ranks on two cards; rank 0, whose own card exists, says the sentence that rank 3 would."""
+    monkeypatch.setattr(device, "device_count", lambda kind: {"cpu": 1, "cuda": 2}.get(kind, 0))
+    sentence = (
+        "LOCAL_RANK=3 needs cuda device 3; this host has 2 cuda devices; start at most 2 per host"
+    )
+    assert refuse("wan-t2v", "--device", "cuda", size=4) == sentence
+    request = settle(WAN_T2V, bundled=True, size=None)
+    for rank in range(4):
+        be_rank(monkeypatch, rank, 4)
+        with pytest.raises(ValueError, match=f"^{sentence}$"):
+            prepare(WAN_T2V, request, model=None, dtype="auto", device="cuda", words=lambda n: None, kernel="auto")
+
+
+def test_b05_an_index_with_several_ranks_is_refused(refuse, monkeypatch):
+    """B05: cuda:1 would put both ranks on one card."""
+    monkeypatch.setattr(device, "device_count", lambda kind: {"cpu": 1, "cuda": 2}.get(kind, 0))
+    assert refuse("wan-t2v", "--device", "cuda:1") == (
+        "device=cuda:1 on 2 ranks; that would put every rank on card 1; use cuda, each rank takes the card of its "
+        "LOCAL_RANK"
+    )
+
+
+@pytest.mark.parametrize(("environ", "sentence"), [
+    ({"RANK": "x"}, 'RANK="x" in the environment is not a whole number; start with torchrun'),
+    ({"LOCAL_RANK": "5"}, "LOCAL_RANK=5 does not fit LOCAL_WORLD_SIZE=2; start the ranks with torchrun"),
+])  # fmt: skip
+def test_a_wrong_environment_is_refused(monkeypatch, capsys, environ, sentence):
+    """One sentence, though nobody can tell which rank this is."""
+    be_rank(monkeypatch, 0, 2)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.argv", ["usp.run", "wan-t2v"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main(usp.run.app, "usp.run")
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == f"usp.run: error: {sentence}\n"
+
+
+@pytest.mark.parametrize(("words", "named"), [
+    ("--guidance nan", "guidance"),
+    ("--timeout 0", "timeout"),
+    ("--timeout -5", "timeout"),
+    ("--timeout nan", "timeout"),
+    ("--size 1040x112", "1040"),
+    ("--frames 257", "257"),
+    ("--attention xfuser", "xfuser"),
+    ("--attention yunchang", "245 tokens"),
+    ("--attention yunchang --parallel gather_kv2", "yunchang"),
+])  # fmt: skip
+def test_more_that_cannot_work_is_refused_before_weights(refuse, monkeypatch, words, named):
+    """Promise 3: each of these fails later, or does nothing sensible, though it can be seen at once."""
+    monkeypatch.setitem(sys.modules, "xfuser", None)  # not to be imported, installed or not
+    assert named in refuse("wan-t2v", *words.split())
+
+
+@pytest.mark.parametrize(("words", "named"), [
+    ("--kernel plain", "kernel"),
+    ("--transport p2p", "transport"),
+    ("--attention ring", "attention"),
+    ("--guidance 1 --negative-prompt blue", "negative"),
+])  # fmt: skip
+def test_an_option_without_effect_is_not_passed_over(monkeypatch, capsys, words, named):
+    """Requirement 40, promise 4: on one rank, or without guidance, these do nothing; an error or a warning says so."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(usp.run, "make_video", lambda *args, **kwargs: None)
+    monkeypatch.setattr("sys.argv", ["usp.run", "wan-t2v", *words.split()])
+    with pytest.raises(SystemExit):
+        cli.main(usp.run.app, "usp.run")
+    said = capsys.readouterr().err
+    assert re.search(rf"(warning|error): .*{named}", said), said or "nothing was said"
+
+
+def test_torchrun_ends_both_ranks_with_one_sentence(tmp_path):
+    """B19: real ranks, degrees that do not fit: rank 0's sentence is all that they say, in time, and no file is left."""
+    words = ("--nproc-per-node", "2", "--log-dir", "logs", "--redirects", "3", "-m", "usp.run")
+    command = torchrun("--standalone", "--local-addr=localhost", *words, "wan-t2v", "--parallel", "ulysses8")
+    run = completed(command, tmp_path, log_ranks=2)
+    assert run.code not in (0, None)
+    assert run.ranks[0] == ("", f"usp.run: error: {REFUSALS['wan-t2v --parallel ulysses8']}\n")
+    assert run.ranks[1] == ("", "")
+    assert "exitcode  : 2" in run.launcher
+    assert sorted(os.listdir(tmp_path)) == ["logs", "stderr", "stdout"]

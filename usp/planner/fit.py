@@ -1,0 +1,356 @@
+"""Predicted against measured: every layout of the ranks that run, on a stack of Wan blocks."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from runtime.process_group import World
+from runtime.report import format_bytes
+from usp import comm
+from usp.adapter import sharded
+from usp.attention import SequenceAttention
+from usp.config import ParallelConfig
+from usp.mesh import Groups, make_groups
+from usp.planner.choose import Candidate, plan
+from usp.planner.cost import Shares, Workload, predict, sent_bytes
+from usp.planner.machine import Machine
+from usp.planner.measure import measure_machine, share_over_ranks
+from usp.plans import plan_for
+
+CHANNELS, PATCH = 16, (1, 2, 2)
+ALONE_LIMIT_S = 3600.0
+TARGET = 0.15  # predictions further off than this are marked
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """The sizes of the Wan blocks that are run."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    ffn_dim: int
+    text_tokens: int
+    branches: int
+
+    def workload(self, tokens: int, parameter_bytes: int) -> Workload:
+        """The workload of a step over `tokens` in fp32."""
+        channels = CHANNELS * PATCH[1] * PATCH[2]
+        return Workload(
+            tokens=tokens,
+            heads=self.heads,
+            head_dim=self.head_dim,
+            layers=self.layers,
+            ffn_dim=self.ffn_dim,
+            itemsize=4,
+            patch_channels=channels,
+            text_tokens=self.text_tokens,
+            branches=self.branches,
+            parameter_bytes=parameter_bytes,
+            latent_bytes=tokens * channels * 4,
+        )
+
+
+@dataclass
+class Row:
+    """A layout: its prediction, what each round took on the slowest rank, whether the bytes were right."""
+
+    candidate: Candidate
+    scaled_s: float = 0.0
+    seconds: list[float] = field(default_factory=list)
+    bytes_exact: bool = True
+
+    @property
+    def measured_s(self) -> float:
+        """The median round."""
+        return median(self.seconds)
+
+    def error(self, predicted_s: float) -> float:
+        """How far a prediction is off, as a share of what was measured."""
+        return predicted_s / self.measured_s - 1
+
+
+def fit(world: World, stack: Stack, tokens: Sequence[int], *, rounds: int) -> int:
+    """Measure the machine, predict, run every layout, print both; the last line is JSON. Collective.
+
+    Returns 1 if a rank sent other bytes than predicted. Two predictions are shown: from the start-up
+    measurement alone, as `parallel="auto"` makes it, and with its computation scaled so that one process's
+    step is as long as measured.
+    """
+    model = build_stack(stack, world)
+    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    runs, exact = [], True
+    for count in tokens:
+        workload = stack.workload(count, parameters)
+        machine = measure_machine(world, workload, torch.float32)
+        rows = [Row(c) for c in plan(workload, machine, world.world_size)]
+        single = predict(workload, machine, ParallelConfig()).seconds
+        _print_predicted(world, machine, rows, workload, single)
+        alone = run_rounds(world, model, workload, rows, rounds)
+        scaled = scaled_to(machine, median(alone) / single)
+        for row in rows:
+            row.scaled_s = predict(workload, scaled, row.candidate.config).seconds
+        _print_measured(world, rows, workload, alone)
+        runs.append(_as_json(rows, workload, machine, single, alone))
+        exact = exact and all(row.bytes_exact for row in rows)
+    if world.is_main:
+        print(json.dumps(_summary(world, stack, runs, rounds, exact)), flush=True)
+    return 0 if exact else 1
+
+
+def pin(local_rank: int, local_world_size: int) -> None:
+    """One thread for this rank, and a core of its own if there are as many."""
+    torch.set_num_threads(1)
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        if len(cores) >= local_world_size:
+            os.sched_setaffinity(0, {cores[local_rank]})
+
+
+def build_stack(stack: Stack, world: World) -> nn.Module:
+    """A Wan transformer of these sizes with random weights that are alike on all ranks."""
+    from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        model = WanTransformer3DModel(
+            num_layers=stack.layers,
+            num_attention_heads=stack.heads,
+            attention_head_dim=stack.head_dim,
+            ffn_dim=stack.ffn_dim,
+            text_dim=stack.heads * stack.head_dim,
+            in_channels=CHANNELS,
+            out_channels=CHANNELS,
+            rope_max_seq_len=4096,
+        )
+    return nn.Module.to(model, world.device.torch_device).eval()
+
+
+def run_rounds(
+    world: World, model: nn.Module, workload: Workload, rows: Sequence[Row], rounds: int
+) -> list[float]:
+    """Run one process, then every layout, round by round, after one untimed round; one process's seconds.
+
+    The rounds are interleaved, so that a machine that slows down slows all of them. Collective.
+    """
+    inputs = stack_inputs(workload, world)
+    alone = []
+    with ExitStack() as stack, torch.inference_mode():
+        steps = [stack.enter_context(_ready(world, model, inputs, workload, row)) for row in rows]
+        for _ in range(rounds + 1):
+            found = world.wait_for_main(
+                "one process", lambda: _timed(world, _alone, model, inputs, workload), ALONE_LIMIT_S
+            )
+            alone.append(share_over_ranks(world, found)[0])
+            for row, step in zip(rows, steps, strict=True):
+                dist.barrier()
+                row.seconds.append(max(share_over_ranks(world, _timed(world, step))))
+    for row in rows:
+        del row.seconds[0]
+    return alone[1:]
+
+
+@contextmanager
+def _ready(
+    world: World, model: nn.Module, inputs: dict[str, torch.Tensor], workload: Workload, row: Row
+) -> Iterator[Callable[[], None]]:
+    """One step in a layout, to be called by all ranks; checks its bytes against the prediction."""
+    config = row.candidate.config
+    groups = make_groups(config, rank=world.rank, timeout_s=world.timeout_s)
+    want = sent_bytes(workload, config, world.rank)
+
+    def step() -> None:
+        before = groups.sent
+        run_step(model, inputs, workload, config, groups)
+        row.bytes_exact = row.bytes_exact and dict(groups.sent - before) == want
+
+    try:
+        yield step
+    finally:
+        row.bytes_exact = all(share_over_ranks(world, row.bytes_exact))
+        groups.close()
+
+
+def run_step(
+    model: nn.Module,
+    inputs: dict[str, torch.Tensor],
+    workload: Workload,
+    config: ParallelConfig,
+    groups: Groups,
+) -> None:
+    """One denoising step without its guidance formula: this rank's branches, then their exchange."""
+    forwards = Shares.of(workload, config).forwards
+    with ExitStack() as stack:
+        if config.sp_degree > 1:
+            stack.enter_context(sharded(model, plan_for(model), SequenceAttention(groups)))
+        made = [model(**inputs, return_dict=False)[0] for _ in range(forwards[groups.cfg.rank])]
+    if config.cfg_degree > 1:
+        count = inputs["hidden_states"].numel()
+        mine = torch.cat([m.flatten() for m in made]) if made else inputs["hidden_states"].new_empty(0)
+        comm.gather(mine, dim=0, sizes=[n * count for n in forwards], group=groups.cfg, name="branches")
+
+
+def stack_inputs(workload: Workload, world: World) -> dict[str, torch.Tensor]:
+    """One forward's inputs with exactly the workload's tokens, in one row of patches."""
+    generator = torch.Generator().manual_seed(0)
+    frames, rows, columns = _grid(workload.tokens)
+    latents = torch.randn(1, CHANNELS, frames, PATCH[1] * rows, PATCH[2] * columns, generator=generator)
+    text = torch.randn(1, workload.text_tokens, workload.width, generator=generator)
+    inputs = {"hidden_states": latents, "encoder_hidden_states": text, "timestep": torch.tensor([500.0])}
+    return {name: value.to(world.device.torch_device) for name, value in inputs.items()}
+
+
+def scaled_to(machine: Machine, factor: float) -> Machine:
+    """The machine with computation that takes `factor` times as long."""
+    return replace(
+        machine,
+        matmul_flops=machine.matmul_flops / factor,
+        attention_flops=machine.attention_flops / factor,
+        memory_bytes_per_s=machine.memory_bytes_per_s / factor,
+        operator_s=machine.operator_s * factor,
+    )
+
+
+def _alone(model: nn.Module, inputs: dict[str, torch.Tensor], workload: Workload) -> None:
+    for _ in range(workload.branches):
+        model(**inputs, return_dict=False)
+
+
+def _timed(world: World, work: Callable[..., None], *args: Any) -> float:
+    world.device.synchronize()
+    start = time.perf_counter()
+    work(*args)
+    world.device.synchronize()
+    return time.perf_counter() - start
+
+
+def _grid(tokens: int) -> tuple[int, int, int]:
+    """Frames, rows and columns of patches whose product is `tokens`, as square as can be."""
+    rows = max(n for n in range(1, int(tokens**0.5) + 1) if tokens % n == 0)
+    return 1, rows, tokens // rows
+
+
+def _print_predicted(
+    world: World, machine: Machine, rows: Sequence[Row], workload: Workload, single_s: float
+) -> None:
+    if not world.is_main:
+        return
+    print(
+        f"{world.world_size} ranks, {workload.tokens} tokens, {workload.branches} branches; {machine.source}"
+    )
+    print(
+        f"  matmul {machine.matmul_flops / 1e9:.3g} GFLOP/s, attention {machine.attention_flops / 1e9:.3g}, "
+        f"elementwise {machine.memory_bytes_per_s / 1e9:.3g} GB/s, "
+        f"{machine.operator_s * 1e6:.1f} us per operator, "
+        f"overlap {machine.overlap:.0%}, {machine.slots or 'all'} ranks at once"
+    )
+    table = _table(
+        "predicted, before anything is run", "layout", "ms per step", "speed-up", "exchange", "sent"
+    )
+    for row in rows:
+        found = row.candidate.prediction
+        table.add_row(
+            str(row.candidate.config),
+            f"{1000 * found.seconds:.1f}",
+            f"{single_s / found.seconds:.2f}",
+            f"{found.communication_s / found.seconds:.0%}",
+            format_bytes(max(found.sent)),
+        )
+    _print(table)
+
+
+def _print_measured(world: World, rows: Sequence[Row], workload: Workload, alone: list[float]) -> None:
+    if not world.is_main:
+        return
+    single = median(alone)
+    table = _table(
+        f"measured in {len(alone)} rounds; one process {1000 * single:.1f} ms; *: off by over {TARGET:.0%}",
+        *("layout", "ms per step", "speed-up", "predicted", "off by", "scaled", "off by", "bytes"),
+    )
+    for row in sorted(rows, key=lambda row: row.measured_s):
+        cells = [str(row.candidate.config), _spread(row.seconds), f"{single / row.measured_s:.2f}"]
+        for predicted_s in (row.candidate.prediction.seconds, row.scaled_s):
+            error = row.error(predicted_s)
+            cells += [f"{1000 * predicted_s:.1f}", f"{error:+.0%}{'*' if abs(error) > TARGET else ''}"]
+        table.add_row(*cells, "exact" if row.bytes_exact else "WRONG")
+    _print(table)
+
+
+def _as_json(
+    rows: Sequence[Row], workload: Workload, machine: Machine, single_s: float, alone: list[float]
+) -> dict[str, Any]:
+    found = []
+    for row in rows:
+        predicted_s = row.candidate.prediction.seconds
+        found.append(
+            {
+                "parallel": str(row.candidate.config),
+                "predicted_s": _short(predicted_s),
+                "scaled_s": _short(row.scaled_s),
+                "measured_s": [_short(f(row.seconds)) for f in (median, min, max)],
+                "off_by": _short(row.error(predicted_s)),
+                "scaled_off_by": _short(row.error(row.scaled_s)),
+                "sent_bytes_per_rank": list(row.candidate.prediction.sent),
+                "bytes_exact": row.bytes_exact,
+            }
+        )
+    one = {"predicted_s": _short(single_s), "measured_s": [_short(f(alone)) for f in (median, min, max)]}
+    figures = {
+        name: getattr(machine, name) for name in ("overlap", "slots", "domain", "memory_bytes", "source")
+    }
+    rates = {name: _short(getattr(machine, name)) for name in RATES}
+    return {"tokens": workload.tokens, "machine": rates | figures, "one_process": one, "layouts": found}
+
+
+RATES = ("matmul_flops", "attention_flops", "memory_bytes_per_s", "operator_s")
+
+
+def _summary(
+    world: World, stack: Stack, runs: list[dict[str, Any]], rounds: int, exact: bool
+) -> dict[str, Any]:
+    every = [row for run in runs for row in run["layouts"]]
+    return {
+        "command": "fit",
+        "ranks": world.world_size,
+        "backend": world.backend,
+        "device": str(world.device),
+        "torch": torch.__version__,
+        "shape": {name: getattr(stack, name) for name in stack.__dataclass_fields__},
+        "rounds": rounds,
+        "worst_off_by": max(abs(row["off_by"]) for row in every),
+        "worst_scaled_off_by": max(abs(row["scaled_off_by"]) for row in every),
+        "bytes_exact": exact,
+        "runs": runs,
+    }
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+def _spread(seconds: list[float]) -> str:
+    middle, low, high = (f"{1000 * f(seconds):.1f}" for f in (median, min, max))
+    return f"{middle} [{low} - {high}]"
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    for column in columns:
+        table.add_column(column, justify="left" if column == "layout" else "right")
+    return table
+
+
+def _print(table: Table) -> None:
+    Console(width=120, markup=False, highlight=False).print(table)
