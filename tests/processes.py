@@ -1,9 +1,10 @@
 """Command lines under test: ranks forked from the test under torchrun's own agent, and real processes.
 
-A forked rank starts in 0.3 s, for the test has paid for the imports; the agent is the one behind torchrun, with
-its environment, store, signals and clean-up. Nothing outlives its test.
+A forked rank starts in 0.3 s, for the test has paid for the imports; the agent is the one behind torchrun,
+with its environment, store, signals and clean-up. Nothing outlives its test.
 """
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -12,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -21,10 +22,11 @@ import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from runtime.log import ROOTS
 from tests.runtime.processes import ROOT, is_alive
 from usp import cli
 
-LIMIT_S = 120.0
+LIMIT_S = 180.0
 
 
 class Rank(NamedTuple):
@@ -54,7 +56,7 @@ class Run(NamedTuple):
 def forked(
     size: int, folder: Path, module: ModuleType, *words: str, before: Callable[[], Any] | None = None
 ) -> Run:
-    """The run of `module`'s command line with `words` on `size` forked ranks; `before` is called in each first."""
+    """The run of `module`'s command line with `words` on forked ranks; `before` is called in each first."""
     with fork(size, folder, module, *words, before=before) as launcher:
         return wait_for(launcher, size, folder)
 
@@ -115,9 +117,7 @@ def _launch(
     os._exit(0)
 
 
-def _rank(
-    folder: Path, module: ModuleType, words: tuple[str, ...], before: Callable[[], Any] | None
-) -> None:
+def _rank(folder: Path, module: ModuleType, words: tuple[str, ...], before: Callable[[], Any] | None) -> None:
     rank = os.environ["RANK"]
     _redirect(folder / f"stdout-{rank}", folder / f"stderr-{rank}")
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
@@ -136,15 +136,31 @@ def _rank(
 
 def run_command_line(module: ModuleType, *words: str) -> None:
     """Do as `python -m module words`; leaves by SystemExit."""
-    sys.argv = [module.__name__, *words]
-    cli.main(module.app, module.__name__)
+    kept, sys.argv = sys.argv, [module.__name__, *words]
+    try:
+        cli.main(module.app, module.__name__)
+    finally:
+        sys.argv = kept
+
+
+@contextmanager
+def loggers_kept() -> Iterator[None]:
+    """Give our loggers back as they were: a command line sets them up for its whole process."""
+    loggers = [logging.getLogger(name) for name in ROOTS]
+    before = [(log, log.handlers[:], log.level, log.propagate) for log in loggers]
+    try:
+        yield
+    finally:
+        for log, handlers, level, propagate in before:
+            log.handlers[:], log.propagate = handlers, propagate
+            log.setLevel(level)
 
 
 def _redirect(stdout: Path, stderr: Path) -> None:
     for number, path in ((1, stdout), (2, stderr)):
         with path.open("a") as file:
             os.dup2(file.fileno(), number)
-    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
 
 
 def _leave(code: int) -> None:
@@ -169,7 +185,7 @@ def torchrun(*words: str) -> list[str]:
 
 @contextmanager
 def process(command: list[str], folder: Path, **environ: str) -> Iterator["subprocess.Popen[str]"]:
-    """A real process that runs in `folder`, its output in files there; killed, with its session, at the end."""
+    """A real process that runs in `folder`, its output in files there; ended with the block."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("MASTER_", "PET_", "TORCHELASTIC"))}
     python = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with (folder / "stdout").open("w") as out, (folder / "stderr").open("w") as err:
@@ -195,12 +211,10 @@ def process(command: list[str], folder: Path, **environ: str) -> Iterator["subpr
 
 
 def completed(command: list[str], folder: Path, *, log_ranks: int = 0, **environ: str) -> Run:
-    """What is left of a real process; `log_ranks` is how many ranks wrote apart, under `--log-dir folder/logs`."""
+    """What is left of a real process; `log_ranks` ranks wrote apart, under `--log-dir folder/logs`."""
     with process(command, folder, **environ) as started:
-        try:
+        with suppress(subprocess.TimeoutExpired):
             started.wait(LIMIT_S)
-        except subprocess.TimeoutExpired:
-            pass
         return finished(started, folder, log_ranks=log_ranks)
 
 

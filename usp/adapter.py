@@ -7,6 +7,7 @@ gains later keep working. While a module that the plan names runs, a scoped `Tor
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -32,6 +33,16 @@ def sharded(model: nn.Module, plan: ShardPlan, attention: SequenceAttention) -> 
     return Sharded(model, plan, attention)
 
 
+@dataclass
+class _Target:
+    """One entry of a plan on one module, with its hooks."""
+
+    entry: Any
+    name: str
+    module: nn.Module
+    handles: list[Any] = field(default_factory=list)
+
+
 class Sharded:
     """A model with its shard plan applied; `close()` takes every hook off."""
 
@@ -44,22 +55,31 @@ class Sharded:
         self._running: dict[str, _Redirect] = {}
         self.tokens_here = 0  # this rank's tokens in the last forward
         self.tokens_total = 0
-        self._handles: list[Any] = []
-        targets = self._match()
-        self.attention_modules = sum(isinstance(entry, SharedAttention) for entry, _, _ in targets)
-        self._handles.append(model.register_forward_pre_hook(self._begin, prepend=True))
-        for entry, name, module in targets:
-            self._attach(entry, name, module)
+        self._targets = [_Target(entry, name, module) for entry, name, module in self._match()]
+        self.attention_modules = sum(isinstance(t.entry, SharedAttention) for t in self._targets)
+        self._handles = [model.register_forward_pre_hook(self._begin, prepend=True)]
+        for target in self._targets:
+            target.handles = self._attach(target.entry, target.name, target.module)
         for name, block in _matching(model, f"{plan.blocks}.*"):
-            self._handles.append(
-                block.register_forward_pre_hook(self._check_block(name, block), with_kwargs=True)
-            )
+            check = self._check_block(name, block)
+            self._handles.append(block.register_forward_pre_hook(check, with_kwargs=True))
 
     def close(self) -> None:
         """Give the model back as it was. May be called again."""
-        for handle in self._handles:
+        self.abandon()
+        for handle in (*self._handles, *(h for target in self._targets for h in target.handles)):
             handle.remove()
         self._handles.clear()
+        self._targets.clear()
+
+    def abandon(self) -> None:
+        """Leave the attention of a forward that was broken off, for example by Ctrl-C.
+
+        torch runs a module's last hooks after an Exception, not after a KeyboardInterrupt.
+        """
+        for redirect in reversed(self._running.values()):
+            redirect.__exit__(None, None, None)
+        self._running.clear()
 
     def __enter__(self) -> "Sharded":
         return self
@@ -92,20 +112,30 @@ class Sharded:
                 found.append((entry, name, module))
         return found
 
-    def _attach(self, entry: Any, name: str, module: nn.Module) -> None:
+    def _attach(self, entry: Any, name: str, module: nn.Module) -> list[Any]:
+        """Put one entry's hooks on a module; returns their handles."""
         if isinstance(entry, SplitInput):
             hook = self._split_input(entry, inspect.signature(module.forward))
-            self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-        elif isinstance(entry, SplitOutput):
-            self._handles.append(module.register_forward_hook(self._split_output(entry, name)))
-        elif isinstance(entry, GatherOutput):
-            self._handles.append(module.register_forward_hook(self._gather_output(entry)))
-        else:
-            self._handles.append(module.register_forward_pre_hook(self._enter_attention(entry, name)))
-            self._handles.append(module.register_forward_hook(self._leave_attention(name), always_call=True))
+            return [module.register_forward_pre_hook(hook, with_kwargs=True)]
+        if isinstance(entry, SplitOutput):
+            return [module.register_forward_hook(self._split_output(entry, name))]
+        if isinstance(entry, GatherOutput):
+            return [module.register_forward_hook(self._gather_output(entry))]
+        return [
+            module.register_forward_pre_hook(self._enter_attention(entry, name)),
+            module.register_forward_hook(self._leave_attention(name), always_call=True),
+        ]
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.abandon()
         self._lengths.clear()
+        for target in self._targets:  # an adapter may have wrapped a module since
+            current = self.model.get_submodule(target.name)
+            if current is not target.module:
+                for handle in target.handles:
+                    handle.remove()
+                target.module = current
+                target.handles = self._attach(target.entry, target.name, current)
 
     def sizes(self, stream: str) -> tuple[int, ...]:
         """Tokens of a stream on each rank of the sequence, in the forward at hand."""
@@ -194,7 +224,7 @@ class Sharded:
                     if (argument, tensor.ndim) in exempt:
                         continue
                     for stream in whole:
-                        if tensor.ndim > 2 and tensor.shape[1] == self._lengths[stream]:
+                        if tensor.ndim > 1 and tensor.shape[1] == self._lengths[stream]:
                             raise ValueError(
                                 f"{name} got {argument!r} of shape {tuple(tensor.shape)} with an uncut axis "
                                 f"of {self._lengths[stream]} {stream}; the plan for {self.plan.model} must "

@@ -64,6 +64,12 @@ class Assembly:
             if one.cache is not None:
                 one.cache.end_call()
 
+    def abandon(self) -> None:
+        """Leave the forwards of a call that was broken off."""
+        for one in self.applied.values():
+            if one.shard is not None:
+                one.shard.abandon()
+
     def close(self) -> None:
         """Give the transformers back as they were and end the communicators. May be called again."""
         for one in self.applied.values():

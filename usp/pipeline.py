@@ -2,6 +2,8 @@
 result."""
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -60,7 +62,6 @@ class ParallelPipeline:
         self._handles: list[Any] = []
         self._assembly: Assembly | None = None
         self._broken: str | None = None
-        self._progress_bar_config = dict(getattr(pipeline, "_progress_bar_config", {}))
         self.parallel = resolve_parallel(parallel, _ranks_running(world), heads=_heads(self._models))
         self.world = world or _connect(device, timeout_s)
         try:
@@ -82,8 +83,6 @@ class ParallelPipeline:
         )
         for model in self._models.values():
             self._handles.append(model.register_forward_pre_hook(self._before_forward, prepend=True))
-        if not self.world.is_main and hasattr(self.pipeline, "set_progress_bar_config"):
-            self.pipeline.set_progress_bar_config(**{**self._progress_bar_config, "disable": True})
         rows = [*start_rows(self.world), ("parallel", str(self.parallel))]
         rows += self._assembly.rows(self.world.device.torch_device)
         logger.info(format_report("parallel pipeline", rows))
@@ -109,9 +108,10 @@ class ParallelPipeline:
         self.world.device.reset_memory_peak()
         assembly.begin_call(is_last_step=self._is_last_step)
         try:
-            with same_default_rng(self.world):
+            with same_default_rng(self.world), _one_progress_bar(self.pipeline, self.world.is_main):
                 result = _with_values(self.pipeline(**arguments))
         except BaseException as error:
+            assembly.abandon()
             if self._watch.encoded is not None and self.world.world_size > 1:
                 self._broken = f"{type(error).__name__} after step {self.step}"
             raise
@@ -149,8 +149,6 @@ class ParallelPipeline:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if hasattr(self.pipeline, "_progress_bar_config"):
-            self.pipeline.set_progress_bar_config(**self._progress_bar_config)
         if self._assembly is not None:
             self._assembly.close()
             self._assembly = None
@@ -169,9 +167,9 @@ class ParallelPipeline:
         return getattr(self.__dict__["pipeline"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in OWN_ATTRIBUTES or name.startswith("_"):
+        if name in OWN_ATTRIBUTES:
             object.__setattr__(self, name, value)
-        elif name in self._models:
+        elif name in self._models and self._assembly is not None:
             raise ValueError(
                 f"{name} is spread over ranks; close() this ParallelPipeline before you replace it"
             )
@@ -238,7 +236,29 @@ class ParallelPipeline:
         return self.step + 1 >= getattr(self.pipeline, "_num_timesteps", float("inf"))
 
 
-OWN_ATTRIBUTES = ("pipeline", "step", "report", "parallel", "world")  # and all with an underscore
+OWN_ATTRIBUTES = frozenset(
+    (
+        *("pipeline", "step", "report", "parallel", "world"),
+        *("_models", "_owns_world", "_watch", "_handles", "_assembly", "_broken"),
+    )
+)
+
+
+@contextmanager
+def _one_progress_bar(pipeline: Any, shown: bool) -> Iterator[None]:
+    """The pipeline's progress bar on rank 0 alone, however the user has set it up."""
+    kept = getattr(pipeline, "_progress_bar_config", None)
+    if shown or not hasattr(pipeline, "set_progress_bar_config"):
+        yield
+        return
+    pipeline.set_progress_bar_config(**{**(kept or {}), "disable": True})
+    try:
+        yield
+    finally:
+        if kept is None:
+            del pipeline._progress_bar_config
+        else:
+            pipeline.set_progress_bar_config(**kept)
 
 
 def _cache_config(cache: CacheConfig | float | None) -> CacheConfig | None:

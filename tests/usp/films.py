@@ -11,7 +11,7 @@ GAP, HEAD, COLUMNS = 4, 20, 6  # of a contact sheet, in pixels and frames
 
 
 def frames_of(path: Path) -> tuple[np.ndarray, Fraction]:
-    """The frames (T, H, W, 3) of a video as whole numbers that can be subtracted, and its frames per second."""
+    """The frames (T, H, W, 3) of a video, as integers that can be subtracted, and its frames per second."""
     with av.open(str(path)) as container:
         frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
         rate = container.streams.video[0].average_rate

@@ -53,8 +53,8 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "index cut short": (
         lambda f: (f / "model_index.json").write_text('{"_class_name": "Wan') and None,
-        "{folder}/model_index.json is not valid JSON (Unterminated string starting at: line 1 column 17 (char "
-        "16)); download the model again",
+        "{folder}/model_index.json is not valid JSON "
+        "(Unterminated string starting at: line 1 column 17 (char 16)); download the model again",
     ),
     "another pipeline": (
         lambda f: change(f / "model_index.json", _class_name="FluxPipeline"),
@@ -78,9 +78,9 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "shards are missing": (
         _lose_shard,
-        "{folder}/transformer/diffusion_pytorch_model.safetensors.index.json lists 3 files, 2 are missing, the "
-        "first is {folder}/transformer/diffusion_pytorch_model-00002-of-00003.safetensors; download the model "
-        "again",
+        "{folder}/transformer/diffusion_pytorch_model.safetensors.index.json lists 3 files, 2 are missing, "
+        "the first is {folder}/transformer/diffusion_pytorch_model-00002-of-00003.safetensors; "
+        "download the model again",
     ),
 }
 # The same promise, where only the file that is wrong is asked for by name.

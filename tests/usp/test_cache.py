@@ -224,7 +224,8 @@ def test_close_gives_the_model_back():
         assert torch.equal(model(**steps[0]).sample, want)
     with caching(model, ALWAYS, warmup_steps=0):
         under = model.blocks[2].forward
-        model.blocks[2].forward = lambda *a, **k: under(*a, **k)
+        model.blocks[2].forward = later = lambda *a, **k: under(*a, **k)
+    assert model.blocks[2].forward is later
     with torch.no_grad():
         assert torch.equal(model(**steps[0]).sample, want)
 

@@ -55,7 +55,7 @@ def test_a_size_that_the_model_cannot_make_names_the_nearest(size, message):
 
 @given(st.integers(-40, 300), st.integers(-40, 300), st.integers(-40, 300))
 def test_the_sizes_that_a_refusal_names_are_taken(width, height, frames):
-    """Whatever is asked for, the two proposals are taken, and enclose it as far as there are smaller sizes."""
+    """Whatever is asked for, the two proposals are taken, and enclose it where there are smaller sizes."""
     asked = {"width": width, "height": height, "num_frames": frames}
     for _ in asked:
         try:
@@ -94,7 +94,7 @@ def test_a_broken_folder_is_told_in_a_sentence(tmp_path, fault):
 
 @pytest.mark.parametrize("fault", MORE_FAULTS)
 def test_a_file_that_cannot_be_meant_is_named(tmp_path, fault):
-    """Point 9: also for contents that are JSON but not a model's, and for small files that loading would miss."""
+    """Point 9: also for JSON that is no model's, and for small files that loading would miss."""
     folder = copy_of_demo(tmp_path / "model")
     spoil, name = MORE_FAULTS[fault]
     spoil(folder)
@@ -104,7 +104,9 @@ def test_a_file_that_cannot_be_meant_is_named(tmp_path, fault):
 
 def test_a_folder_that_is_none_is_refused(tmp_path):
     """The path is named."""
-    with pytest.raises(ValueError, match="is not a folder here; give a diffusers folder or a hub name") as caught:
+    with pytest.raises(
+        ValueError, match="is not a folder here; give a diffusers folder or a hub name"
+    ) as caught:
         read_model_folder(tmp_path / "none", pipeline="WanPipeline")
     assert str(tmp_path / "none") in str(caught.value)
 

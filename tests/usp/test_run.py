@@ -17,18 +17,31 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from diffusers import WanPipeline  # noqa: F401 (forked ranks then find it imported)
+from diffusers import AutoencoderKLWan, WanPipeline  # noqa: F401 (forked ranks then find it imported)
 
 import usp.run
 from runtime.log import get_logger
-from tests.processes import Run, completed, fork, forked, process, rank_log, torchrun, wait_for
+from tests.processes import (
+    Run,
+    completed,
+    fork,
+    forked,
+    loggers_kept,
+    process,
+    rank_log,
+    run_command_line,
+    torchrun,
+    wait_for,
+)
 from tests.runtime.processes import is_alive
 from tests.usp.films import frames_of, sheet_frames
 from usp.tasks import Request
 
 BOUND_S = 10.0
 STEPS, SEED, TOKENS = 2, 3, 245
-WORDS = ("wan-t2v", "--steps", str(STEPS), "--seed", str(SEED))
+JOB = ("wan-t2v", "--device", "cpu", "--steps", str(STEPS))
+WORDS = (*JOB, "--seed", str(SEED))
+LONG = ("wan-t2v", "--device", "cpu", "--steps", "400")
 SMALL = ("--size", "48x32", "--frames", "5")  # 12 tokens
 KEYS = {
     *("task", "out", "contact_sheet", "frames", "width", "height", "fps", "device", "seed", "parallel"),
@@ -56,6 +69,12 @@ def port_29500_taken() -> Iterator[None]:
         with contextlib.suppress(OSError):  # someone else holds it: as good
             holder.bind(("", 29500))
             holder.listen()
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _loggers_as_before() -> Iterator[None]:
+    with loggers_kept():
         yield
 
 
@@ -116,8 +135,13 @@ def test_the_last_line_is_json_with_the_figures(made, size):
     report = made[size].report
     assert report.keys() == KEYS
     assert {key: report[key] for key in ("task", "frames", "width", "height", "fps", "seed", "steps")} == {
-        **{"task": "wan-t2v", "frames": 17, "width": 112, "height": 112, "fps": 8},
-        **{"seed": SEED, "steps": STEPS},
+        "task": "wan-t2v",
+        "frames": 17,
+        "width": 112,
+        "height": 112,
+        "fps": 8,
+        "seed": SEED,
+        "steps": STEPS,
     }
     assert (report["out"], report["contact_sheet"]) == ("new/folder/film.mp4", "new/folder/film.png")
     assert report["parallel"] == {1: "one rank", 2: "gather_kv2", 3: "gather_kv3"}[size]
@@ -131,7 +155,7 @@ def test_the_last_line_is_json_with_the_figures(made, size):
 
 @SIZES
 def test_tokens_and_bytes_per_rank_are_exact(made, size):
-    """Requirement 2, point 6: shares differ by one and sum to 245; bytes are K and V, and the output, to each peer."""
+    """Requirement 2: shares differ by one and sum to 245; each peer is sent K and V, and the output."""
     report = made[size].report
     tokens = report["tokens_per_rank"]
     assert sum(tokens) == TOKENS
@@ -158,7 +182,7 @@ def test_the_end_report_is_for_people(made, size):
 
 
 def test_b37_rank_0_alone_speaks(made):
-    """Requirement 38: of three ranks, rank 0 shows the bar with step time and ETA and the report; the others nothing."""
+    """Requirement 38: rank 0 of three shows the bar with step time and ETA, and the report."""
     zero, *others = made[3].run.ranks
     assert others == [("", "")] * 2
     assert re.search(r"denoise: +100%\|█+\| 2/2 \[\d\d:\d\d<\d\d:\d\d, +[\d.]+(it/s|s/it)\]", zero.stderr)
@@ -218,7 +242,7 @@ def count_writers(folder: Path) -> None:
 
 
 def test_b37_b38_one_writer_and_warnings_with_their_rank(tmp_path):
-    """Of three ranks one writes each file, once; what only rank 1 warns of carries its rank; what all know is said once."""
+    """One rank writes each file, once; a warning of rank 1 carries its rank; what all know is said once."""
     out = tmp_path / "film.mp4"
     words = (*WORDS, "--prompt", "a red zebra", "--out", str(out))
     run = forked(3, tmp_path / "run", usp.run, *words, before=partial(count_writers, tmp_path))
@@ -230,12 +254,12 @@ def test_b37_b38_one_writer_and_warnings_with_their_rank(tmp_path):
 
 
 def test_b41_a_drawn_seed_is_told_and_makes_the_same_video_again(tmp_path):
-    """Requirement 20: without --seed rank 0 draws one for all; it is printed, and repeats the picture on one rank."""
-    first = forked(2, tmp_path / "first", usp.run, *WORDS[:3], *SMALL, "--out", str(tmp_path / "a.mp4"))
+    """Requirement 20: without --seed rank 0 draws one for all; it is printed, and makes the picture again."""
+    first = forked(2, tmp_path / "first", usp.run, *JOB, *SMALL, "--out", str(tmp_path / "a.mp4"))
     assert first.code == 0, first.text
     seed = json.loads(first.ranks[0].stdout.splitlines()[-1])["seed"]
     assert f"seed {seed} (drawn)" in first.ranks[0].stderr
-    words = (*WORDS[:3], *SMALL, "--seed", str(seed), "--out", str(tmp_path / "b.mp4"))
+    words = (*JOB, *SMALL, "--seed", str(seed), "--out", str(tmp_path / "b.mp4"))
     again = forked(1, tmp_path / "again", usp.run, *words)
     assert again.code == 0, again.text
     a, b = (sheet_frames(tmp_path / f"{name}.png", height=32, width=48) for name in "ab")
@@ -244,7 +268,7 @@ def test_b41_a_drawn_seed_is_told_and_makes_the_same_video_again(tmp_path):
 
 
 def test_cfg_degree_counts_whole_sequences(tmp_path):
-    """Point 6: with the guidance branches on two ranks each holds all tokens of its branch, and the report says so."""
+    """Point 6: with guidance branches on two ranks each holds all tokens of its branch."""
     out = tmp_path / "film.mp4"
     run = forked(2, tmp_path / "run", usp.run, *WORDS, "--parallel", "cfg2", "--out", str(out))
     assert run.code == 0, run.text
@@ -303,9 +327,7 @@ def in_callback_of_step_2(folder: Path, rank: int, act: Callable[[], Any]) -> No
 def fails(folder: Path, size: int, before: Callable[[], Any], *words: str) -> Run:
     """A run that ends badly: within 10 s of the strike, non-zero, with no process and no file left."""
     out = folder / "made" / "film.mp4"
-    run = forked(
-        size, folder / "run", usp.run, "wan-t2v", *SMALL, "--out", str(out), *words, before=before
-    )
+    run = forked(size, folder / "run", usp.run, *JOB, *SMALL, "--out", str(out), *words, before=before)
     assert run.code != 0, run.text
     late = run.ended - float((folder / "struck").read_text())
     assert late < BOUND_S, f"{late:.1f} s\n{run.text}"
@@ -328,7 +350,7 @@ def test_b07_an_error_in_a_block_on_rank_1_ends_all(tmp_path, size, words):
 
 
 def test_b07_an_error_in_a_callback_on_rank_0_ends_all(tmp_path):
-    """B07: callback_on_step_end of step 2 raises on rank 0 only; the message names that step, not the next."""
+    """B07: callback_on_step_end of step 2 raises on rank 0 only; the message names step 2, not 3."""
     run = fails(tmp_path, 2, partial(in_callback_of_step_2, tmp_path, 0, raise_error))
     assert "rank 0 failed at step 2: ValueError: no such frame" in run.ranks[0].stderr
     assert "rank 1 stops: rank 0 failed first at step 2: ValueError: no such frame" in run.ranks[1].stderr
@@ -344,6 +366,21 @@ def test_b07_a_killed_rank_ends_the_others(tmp_path, size, killed):
         assert re.search(rf"rank {rank} stops at step 2: .*lost contact with another rank", run.text), (
             run.text
         )
+
+
+def test_an_error_after_the_steps_names_no_step(monkeypatch, capsys, tmp_path):
+    """Point 9: the VAE fails on a lone rank: told as decoding, not as a step beyond the last; code 1, no file."""
+
+    def out_of_memory(*args: Any, **kwargs: Any) -> None:
+        raise MemoryError("no room for the frames")
+
+    monkeypatch.setattr(AutoencoderKLWan, "decode", out_of_memory)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        run_command_line(usp.run, *JOB, *SMALL)
+    assert caught.value.code == 1
+    assert capsys.readouterr().err.endswith("failed at decoding: MemoryError: no room for the frames\n")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_b07_an_interrupt_of_rank_0_alone_ends_all(tmp_path):
@@ -364,7 +401,7 @@ def wait_until(ready: Callable[[], bool]) -> None:
 def test_b07_ctrl_c_on_the_launcher_ends_three_ranks(tmp_path):
     """Point 9: SIGINT to torchrun's agent amid the steps: all ranks end in time, and no video is begun."""
     out, folder = tmp_path / "film.mp4", tmp_path / "run"
-    with fork(3, folder, usp.run, "wan-t2v", "--steps", "400", "--out", str(out)) as launcher:
+    with fork(3, folder, usp.run, *LONG, "--out", str(out)) as launcher:
         bar = folder / "stderr-0"
         wait_until(lambda: bar.exists() and " 2/400 " in bar.read_text())
         struck = time.time()
@@ -381,7 +418,7 @@ def test_b07_ctrl_c_on_the_launcher_ends_three_ranks(tmp_path):
 def test_b07_ctrl_c_on_torchrun_ends_two_ranks(tmp_path):
     """The same with the real torchrun and real interpreters."""
     words = ("--nproc-per-node", "2", "--log-dir", "logs", "--redirects", "3", "-m", "usp.run")
-    command = torchrun("--standalone", "--local-addr=localhost", *words, "wan-t2v", "--steps", "400")
+    command = torchrun("--standalone", "--local-addr=localhost", *words, *LONG)
     with process(command, tmp_path) as started:
         wait_until(lambda: " 2/400 " in _read(rank_log(tmp_path, 0, "stderr")) or started.poll() is not None)
         struck = time.time()
@@ -416,7 +453,7 @@ def full_disk() -> None:
 
 
 def test_b38_a_failed_write_fails_all_ranks_and_spares_the_old_file(tmp_path):
-    """B38: the disk is full half-way: non-zero, told as a failure of writing, the earlier video whole, no other file."""
+    """B38: the disk is full half-way: non-zero, told as writing, the earlier video whole, no other file."""
     folder = tmp_path / "made"
     folder.mkdir()
     (folder / "film.mp4").write_text("the video of yesterday")

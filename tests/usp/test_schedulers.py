@@ -48,7 +48,7 @@ def test_sigmas_follow_the_closed_formula(name, shift, source):
 
 @NAMES
 def test_flow_settings_are_carried_over(name):
-    """Requirement 29: the kind of scheduler that was named, predicting flow, with the source's training steps."""
+    """Requirement 29: the kind that was named, predicting flow, with the source's shift and steps."""
     source = UniPCMultistepScheduler(**FLOW, flow_shift=4.0, num_train_timesteps=500)
     made = with_scheduler(source, name)
     class_name, flow = SCHEDULERS[name]

@@ -8,8 +8,8 @@ import torch
 
 from runtime.device import Device
 from usp.demo import DEFAULTS, MODEL_DIR
-from usp.tasks import DTYPES, WAN_T2V, Request, choose_dtype, load_pipeline, model_path, settle
 from usp.model_folder import read_model_folder
+from usp.tasks import DTYPES, WAN_T2V, Request, choose_dtype, load_pipeline, model_path, settle
 
 NAMES = ("width", "height", "num_frames", "num_inference_steps", "guidance_scale", "fps")
 GIVEN = {"prompt": "a cat", "negative_prompt": "a dog", "num_frames": 5, "fps": 30}
@@ -20,7 +20,9 @@ GIVEN |= {"num_inference_steps": 7, "guidance_scale": 1.5}
 def test_what_is_not_given_is_the_models_or_the_tasks(bundled, defaults):
     """The bundled model brings its own size, steps and guidance; another gets the task's."""
     request = settle(WAN_T2V, bundled=bundled, size=None, prompt="a cat")
-    assert {name: getattr(request, name) for name in NAMES} == {name: getattr(defaults, name) for name in NAMES}
+    assert {name: getattr(request, name) for name in NAMES} == {
+        name: getattr(defaults, name) for name in NAMES
+    }
     assert (request.prompt, request.negative_prompt) == ("a cat", None)
 
 
@@ -46,7 +48,9 @@ def test_sizes_are_width_by_height(size):
     assert (request.width, request.height) == (48, 32)
 
 
-@pytest.mark.parametrize("size", ["112", "112x", "x112", "112x112x3", "112*112", "-16x16", "1.5x16", "axb", "", "²x²"])
+@pytest.mark.parametrize(
+    "size", ["112", "112x", "x112", "112x112x3", "112*112", "-16x16", "1.5x16", "axb", "", "²x²"]
+)
 def test_a_size_that_is_none_is_refused(size):
     """The form is shown by example."""
     message = f"size {size!r} was given; write WIDTHxHEIGHT in pixels, for example 832x480"
@@ -57,7 +61,9 @@ def test_a_size_that_is_none_is_refused(size):
 def test_the_prompt_may_be_left_out_for_the_demo_only():
     """The demo has its own; elsewhere the option is named."""
     assert settle(WAN_T2V, bundled=True, size=None).prompt == DEFAULTS.prompt
-    with pytest.raises(ValueError, match="^no prompt was given; say what the video shall show with --prompt$"):
+    with pytest.raises(
+        ValueError, match=r"^no prompt was given; say what the video shall show with --prompt$"
+    ):
         settle(WAN_T2V, bundled=False, size=None)
 
 
@@ -81,7 +87,7 @@ def test_a_guidance_that_is_no_number_is_refused(value):
 
 
 def test_a_model_is_the_demo_a_folder_or_a_hub_name(tmp_path, monkeypatch):
-    """None is the demo; a folder that is there is taken, also one that looks like a hub name; ~ is the home."""
+    """None is the demo; a folder here is taken, also one that looks like a hub name; ~ is the home."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "models" / "wan").mkdir(parents=True)
@@ -93,7 +99,9 @@ def test_a_model_is_the_demo_a_folder_or_a_hub_name(tmp_path, monkeypatch):
     assert model_path("Wan-AI/Wan2.1-T2V-1.3B-Diffusers") is None
 
 
-@pytest.mark.parametrize("name", ["nowhere", "/no/where", "/nowhere", "./no/where", "../nowhere", "~/nowhere", "a/b/c"])
+@pytest.mark.parametrize(
+    "name", ["nowhere", "/no/where", "/nowhere", "./no/where", "../nowhere", "~/nowhere", "a/b/c"]
+)
 def test_a_path_that_is_not_there_is_refused(tmp_path, monkeypatch, name):
     """What cannot be a hub name is told at once, without asking any hub."""
     monkeypatch.chdir(tmp_path)

@@ -19,7 +19,7 @@ from usp.config import spellings
 from usp.verify import Comparison
 
 STEPS = 2
-WORDS = ("wan-t2v", "--steps", str(STEPS), "--size", "48x32", "--frames", "5")  # 12 tokens
+WORDS = ("wan-t2v", "--device", "cpu", "--steps", str(STEPS), "--size", "48x32", "--frames", "5")  # 12 tokens
 SEQUENCE_LAYOUTS = {"ulysses4", "gather_kv4", "ring4", "ring2 ulysses2", "gather_kv2 ulysses2"}
 
 
@@ -27,7 +27,9 @@ def refuse_constant(name: str) -> None:
     pytest.fail(f"{name} is not JSON")
 
 
-def verified(size: int, folder: Path, *words: str, before: Callable[[], Any] | None = None) -> tuple[Run, Any]:
+def verified(
+    size: int, folder: Path, *words: str, before: Callable[[], Any] | None = None
+) -> tuple[Run, Any]:
     """The run and the JSON of its last line; rank 0 alone has spoken."""
     run = forked(size, folder / "run", usp.verify, *WORDS, *words, before=before)
     assert [rank.stdout for rank in run.ranks[1:]] == [""] * (size - 1)
@@ -57,7 +59,7 @@ def test_two_ranks_pass_with_a_table_and_json(tmp_path):
 
 
 def test_all_sweeps_every_layout_of_four_ranks(tmp_path):
-    """Point 7, "Shown by": --all runs each strategy and composition that four ranks allow, one row each, all in bound."""
+    """Point 7, "Shown by": --all runs every layout that four ranks allow, one row each, all in bound."""
     run, found = verified(4, tmp_path, "--all")
     assert run.code == 0, run.text
     names = [row["parallel"] for row in found["runs"]]
@@ -81,7 +83,7 @@ def perturb(rank: int, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
 
 
 def test_a_fault_on_one_rank_is_too_far(tmp_path):
-    """Rank 1's attention is off by 1 %: exit code 1, TOO FAR, and the errors say by how much and from which step."""
+    """Rank 1's attention is off by 1 %: exit code 1, TOO FAR, and the errors say by how much."""
     run, found = verified(2, tmp_path, before=partial(perturb, 1, lambda out: out * 1.01))
     assert run.code != 0
     assert "exitcode  : 1 " in run.launcher
@@ -100,7 +102,7 @@ def test_nan_on_one_rank_is_too_far(tmp_path):
 
 
 def test_a_tolerance_of_0_fails_a_ring(tmp_path):
-    """A ring merges in another order than one softmax: never bit-equal over a whole run, so 0 must fail it."""
+    """A ring merges in another order than one softmax: not bit-equal over a whole run, so 0 must fail it."""
     run, found = verified(2, tmp_path, "--attention", "ring", "--tolerance", "0")
     assert "exitcode  : 1 " in run.launcher, run.text
     assert "TOO FAR" in run.ranks[0].stdout

@@ -42,7 +42,7 @@ def test_bytes_survive_a_round_trip():
     ("count", "height", "width", "fps"), [(17, 112, 112, 8), (1, 48, 64, 16), (5, 32, 16, 30)]
 )
 def test_a_video_is_read_back_as_it_was(tmp_path, count, height, width, fps):
-    """Point 6: H.264 mp4 with all frames, size and fps; near-lossless: 2 levels on average (its colours are halved)."""
+    """Point 6: all frames, size, fps; near-lossless: off by 2 levels on average (4:2:0 halves colours)."""
     frames = moving_ramp(count, height, width)
     write_video(frames, tmp_path / "new" / "a.mp4", fps=fps)
     found, rate = frames_of(tmp_path / "new" / "a.mp4")
@@ -61,7 +61,7 @@ def test_a_video_is_read_back_as_it_was(tmp_path, count, height, width, fps):
     (17, 6, 2, [0, 1, 3, 4, 6, 7, 9, 10, 12, 13, 15, 16]),
 ])  # fmt: skip
 def test_a_contact_sheet_shows_the_frames_in_order(tmp_path, count, columns, rows, picks):
-    """Up to 12 frames, evenly spaced, first and last among them, six to a row, bit for bit, under a caption."""
+    """Up to 12 frames, evenly spaced from first to last, six to a row, bit for bit, under a caption."""
     frames = moving_ramp(count, 32, 48)
     write_contact_sheet(frames, tmp_path / "a.png", caption="a red circle")
     with Image.open(tmp_path / "a.png") as image:
@@ -80,7 +80,7 @@ def test_a_caption_in_any_script_is_no_error(tmp_path):
 
 @pytest.mark.parametrize("name", ["a.mp4", "b.mp4"])
 def test_b38_a_writer_that_fails_leaves_what_was_there(tmp_path, name):
-    """An odd size, which H.264 in 4:2:0 cannot hold: an error, the old file whole, no new or temporary one."""
+    """An odd size, which H.264 in 4:2:0 cannot hold: an error, the old file whole, no other one."""
     (tmp_path / "a.mp4").write_text("old")
     with pytest.raises(Exception, match="libx264"):
         write_video(moving_ramp(3, 15, 17), tmp_path / name, fps=8)
@@ -106,7 +106,10 @@ class _Ragged(list):
     ("a.avi", "output 'a.avi' was asked for; this task writes mp4; use a name that ends in .mp4"),
     ("a", "output 'a' was asked for; this task writes mp4; use a name that ends in .mp4"),
     ("folder.mp4", "output 'folder.mp4' is a folder; give the name of a file in it"),
-    ("file/sub/a.mp4", "output 'file/sub/a.mp4': {here}/file is not a folder that can be written to; choose another"),
+    (
+        "file/sub/a.mp4",
+        "output 'file/sub/a.mp4': {here}/file is not a folder that can be written to; choose another",
+    ),
 ])  # fmt: skip
 def test_an_output_that_cannot_be_is_refused(tmp_path, monkeypatch, name, message):
     """Point 9: told before the run, with the name; nothing is made."""

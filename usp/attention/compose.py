@@ -7,7 +7,6 @@ from functools import partial
 
 import torch
 
-from usp import comm
 from usp.attention.gather_kv import gather_kv
 from usp.attention.kernels import Attention, attention, choose, lse_attention
 from usp.attention.ring import ring
@@ -57,8 +56,8 @@ class SequenceAttention:
         """Attend this rank's tokens to those of all ranks of `groups.sp`; shares in, share out, (B, S, H, D).
 
         `mask` is (Sk), (B, Sk), (Sq, Sk) or (B|1, H|1, Sq|1, Sk) over the *whole* sequence, alike on all
-        ranks, bool (True attends) or additive. A key mask may also be this rank's share of the keys; it is
-        then gathered. Collective over `groups.sp`. Raises ValueError for a mask of any other shape.
+        ranks, bool (True attends) or additive. Collective over `groups.sp`. Raises ValueError for a mask of
+        any other shape.
         """
         groups = self.groups
         if self.external is not None:
@@ -90,19 +89,16 @@ class SequenceAttention:
             return None
         mask = _four_dims(mask, q_BSHD.shape[0], split.total)
         sp = self.groups.sp
-        gathered = False
-        if mask.shape[-1] != split.total and mask.shape[-1] == split.sizes[sp.rank] and mask.shape[2] == 1:
-            mask, gathered = comm.gather(mask, dim=-1, sizes=split.sizes, group=sp), True
         if mask.shape[-1] != split.total or mask.shape[2] not in (1, split.total):
             raise ValueError(
                 f"an attention mask of shape {tuple(mask.shape)} was given for {split.total} tokens on "
-                f"{sp.size} ranks; rows must be 1 or {split.total} and columns {split.total} (or this rank's "
-                f"{split.sizes[sp.rank]} for a key mask); give the whole mask on every rank"
+                f"{sp.size} ranks; rows must be 1 or {split.total} and columns {split.total}; give the whole "
+                "mask on every rank"
             )
         order = split.key_order()
         if order is not None:
             order = order.to(mask.device)
-            mask = mask if gathered else mask.index_select(-1, order)
+            mask = mask.index_select(-1, order)
             mask = mask if mask.shape[2] == 1 else mask.index_select(2, order)
         if mask.shape[2] > 1:
             block = sp.rank // split.inner

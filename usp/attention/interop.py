@@ -144,7 +144,7 @@ class LongContextAttention:
             if heads % ulysses:
                 raise ValueError(
                     f"engine={self.engine!r} with ulysses_degree={ulysses} on {heads} {what}: it takes a "
-                    f"multiple of the degree only; use engine='usp', or give these ranks to ring_degree"
+                    "multiple of the degree only; use engine='usp', or give these ranks to ring_degree"
                 )
 
     def _handle(self, group: Group) -> Any:
@@ -159,8 +159,8 @@ def _check_ring(engine: str, ring_degree: int, device_type: str | None) -> None:
     why = WRONG_RINGS.get((engine, device_type or ""))
     if ring_degree > 1 and why is not None:
         raise ValueError(
-            f"engine={engine!r} with ring_degree={ring_degree} on {device_type}: {why}; "
-            "use engine='usp', or ulysses_degree alone"
+            f"engine={engine!r} with ring_degree={ring_degree} on {device_type}: {why}; use engine='usp', or "
+            "ulysses_degree alone"
         )
 
 

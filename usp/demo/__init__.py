@@ -21,7 +21,7 @@ class Defaults:
     width: int = 112
     num_frames: int = 17
     num_inference_steps: int = 15
-    guidance_scale: float = 4.0
+    guidance_scale: float = 2.5
     fps: int = 8
 
 

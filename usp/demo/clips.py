@@ -35,13 +35,9 @@ RADII = {"small": (9.0, 11.5), None: (13.0, 18.0), "big": (20.0, 24.0)}
 TRAVEL = (34.0, 60.0)  # pixels from first to last frame
 MARGIN = 3.0  # pixels that always stay free between shape and border
 
-# Every word that a caption can hold: the demo model's whole vocabulary.
-WORDS = tuple(
-    sorted(
-        {"a", "the", "small", "little", "big", "large", "moving", "moves", "to", "on", "over", "background"}
-        | {*COLOURS, *BACKGROUNDS, *SHAPES, *DIRECTIONS}
-    )
-)
+# Words that say what is shown, and every word that a caption can hold: the demo model's whole vocabulary.
+TELLING = {"small", "little", "big", "large", *COLOURS, *BACKGROUNDS, *SHAPES, *DIRECTIONS}
+WORDS = tuple(sorted(TELLING | {"a", "the", "moving", "moves", "to", "on", "over", "background"}))
 
 # (colour, shape, direction, background)
 HELD_OUT = (
