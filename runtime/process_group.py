@@ -14,7 +14,7 @@ from runtime.device import Device, backend_for
 from runtime.ending import ending_together
 from runtime.log import get_logger
 from runtime.self_test import check_collectives
-from runtime.world import PeerError, World, gather_text, seconds
+from runtime.world import USERS, PeerError, World, gather_text, seconds
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -138,7 +138,8 @@ def _join(device: Device, env: RankEnv, backend: str | None, timeout_s: float) -
         timeout=seconds(timeout_s),
         device_id=device.torch_device if name == device.backend and device.takes_device_id else None,
     )
-    world.group, world.owned, world.backend = dist.group.WORLD, True, _backend_of(device)
+    world.group, world.backend = dist.group.WORLD, _backend_of(device)
+    world.hold()
     return world
 
 
@@ -159,6 +160,9 @@ def _adopt(device: Device, env: RankEnv, backend: str | None, timeout_s: float) 
         timeout_s=timeout_s,
         notes=("the process group was made by the caller",),
     )
+    if world.group in USERS:  # `connect` made it, for another World that is still open
+        world.hold()
+        world.notes = ("the process group is shared with another of ours",)
     if world.world_size > 1:
         world.store = _callers_store(world.rank)
     return world

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
+
+
+# Worlds in use of each group that `connect` made. A process has one default group, so whoever comes second
+# shares it, and it goes with the last; groups of the caller's are not in here.
+USERS: MutableMapping[Any, int] = weakref.WeakKeyDictionary()
 
 
 class PeerError(RuntimeError):
@@ -58,6 +64,14 @@ class World:
         box: list[T] = [obj]
         dist.broadcast_object_list(box, src=0, group=self.group, device=self.device.torch_device)
         return box[0]
+
+    def any(self, flag: bool) -> bool:
+        """Return on every rank whether `flag` is true on any. Collective."""
+        if self.world_size == 1:
+            return flag
+        flags = torch.tensor([int(flag)], device=self.device.torch_device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
+        return bool(flags.item())
 
     def agree(self, value: object, what: str) -> None:
         """Raise ValueError on every rank, naming the values, unless all ranks hold the same `value`.
@@ -122,11 +136,19 @@ class World:
         return f"{name}/{self._calls[name]}"
 
     def close(self) -> None:
-        """Destroy the group if `connect` made it. Further calls do nothing."""
-        if self.owned:
+        """Destroy the group if `connect` made it and this is its last user. Further calls do nothing."""
+        if self.owned and self.group is not None:
             self.owned = False
-            dist.destroy_process_group(self.group)
+            USERS[self.group] -= 1
+            if not USERS[self.group]:
+                del USERS[self.group]
+                dist.destroy_process_group(self.group)
         self.group = None
+
+    def hold(self) -> None:
+        """Count this World as a user of a group that `connect` made."""
+        self.owned = True
+        USERS[self.group] = USERS.get(self.group, 0) + 1
 
     def __enter__(self) -> World:
         return self

@@ -12,20 +12,46 @@ SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A digest of the names, shapes and dtypes of all parameters, and of every bit of their values.
+    """A digest of the names, shapes, dtypes and values of all parameters, and of the adapters in force.
 
-    The values enter as sums of their bit patterns, exact in any order, computed where the weights are.
-    Parameters without data (offloaded to meta) count by shape.
+    Values enter as sums of their bit patterns along the first and the other axes, weighted by position:
+    exact in any order of summation, computed where the weights are. Parameters without data (offloaded to
+    meta) count by shape.
     """
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(_adapters(model).encode())
     sums = []
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        if not parameter.is_meta and parameter.element_size() in SAME_SIZE:
+        if not parameter.is_meta and parameter.numel() and parameter.element_size() in SAME_SIZE:
             bits = parameter.detach().view(SAME_SIZE[parameter.element_size()])
-            sums.append(bits.sum(dtype=torch.int64))
+            rows = bits.reshape(bits.shape[0] if bits.ndim else 1, -1)
+            sums += [_weighted(rows.sum(dim, dtype=torch.int64)) for dim in (0, 1)]
     digest.update(str([int(value) for value in sums]).encode())
     return digest.hexdigest()[:16]
+
+
+def weight_state(model: nn.Module) -> str:
+    """A cheap digest, for this rank alone, that changes when parameters or adapters are added or written
+    to."""
+    digest = hashlib.sha256(_adapters(model).encode())
+    for name, parameter in model.named_parameters():
+        version = 0 if parameter.is_inference() else parameter._version
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {version}".encode())
+    return digest.hexdigest()[:16]
+
+
+def _adapters(model: nn.Module) -> str:
+    """The settings of adapter layers that are no parameters."""
+    settings = []
+    for name, module in model.named_modules():
+        for setting in ("scaling", "active_adapters", "merged_adapters"):
+            if isinstance(value := getattr(module, setting, None), (dict, list)):
+                settings.append(f"{name} {setting} {value}")
+    return "\n".join(settings)
+
+
+def _weighted(sums: torch.Tensor) -> torch.Tensor:
+    return (sums * (2 * torch.arange(sums.numel(), device=sums.device) + 1)).sum()
 
 
 def describe_call(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -100,9 +100,9 @@ class Assembly:
 
     def tell_cache(self) -> None:
         """Log a notice for a cache that skipped nothing."""
-        for one in self.applied.values():
+        for name, one in self.applied.items():
             if one.cache and (notice := one.cache.notice()):
-                logger.warning(notice)
+                logger.warning("%s: %s", name, notice)
 
     def rows(self, device: torch.device) -> list[tuple[str, str]]:
         """Rows of the start-up report, from what was really applied."""
@@ -126,8 +126,8 @@ class Assembly:
                     idle,
                 )
             if one.shard:
-                dtype = next(one.model.parameters()).dtype
-                rows.append(("kernel", self.attention.chosen_kernel(dtype, dim, device)))
+                kernel = self.attention.chosen_kernel(one.model.dtype, dim, device)
+                rows.append(("kernel", kernel))
             if one.cache:
                 rows.append(("cache", str(one.cache.config)))
         return rows

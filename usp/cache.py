@@ -212,7 +212,6 @@ class FirstBlockCache:
         def forward(*args: Any, **kwargs: Any) -> Result:
             if not self._in_call:
                 return original(*args, **kwargs)
-            self._now = None  # what a forward that failed left
             # A copy: the block may change its input in place.
             before = signature.bind(*args, **kwargs).arguments[DECIDES].detach().clone()
             output = original(*args, **kwargs)
@@ -246,7 +245,7 @@ class FirstBlockCache:
 
         return forward
 
-    @torch.compiler.disable  # it exchanges and reads values; compiled blocks are cut here
+    @torch.compiler.disable()  # it exchanges and reads values; compiled blocks are cut here
     def _decide(self, output: Result, residual: torch.Tensor) -> _Forward:
         """The one place that branches: on sums that all ranks of the group share, and on counts."""
         state = self._states.setdefault(self._branches.current, _State())
@@ -268,7 +267,7 @@ class FirstBlockCache:
             assert state.rest is not None, "a change is finite only after a forward that was computed"
             result = _each(torch.add, output, state.rest)
         else:
-            state.residual = state.rest = None  # freed now, and absent should this forward fail
+            state.residual = state.rest = None  # freed before the other blocks take their memory
             result = _each(lambda first, _: first.detach().clone(), output, output)  # may be changed in place
         return _Forward(state, output, residual, result, skip)
 

@@ -118,25 +118,36 @@ class CfgParallel:
         self._order: list[str] = []  # branch names in order of first call
         self._seen: set[str] = set()  # in the step at hand
         self._told_idle = False
-        self._forward = model.forward
-        self._had_own = "forward" in model.__dict__
         self._signature = inspect.signature(model.forward)
+        self._wrap()
 
-        @functools.wraps(model.forward)  # hooks and caches read the signature
+    def _wrap(self) -> None:
+        """Put our forward around the model's; an offload hook may have taken it off again."""
+        own = self._model.__dict__.get("forward")
+        original = self._model.forward
+
+        @functools.wraps(original)  # hooks and caches read the signature
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return self._call(*args, **kwargs)
+            return self._call(original, *args, **kwargs) if self._open else original(*args, **kwargs)
 
-        model.forward = forward
+        self._own, self._ours, self._open = own, forward, True
+        self._model.forward = forward
 
     def close(self) -> None:
-        """Give the model its own forward back. May be called again."""
-        if self._had_own:
-            self._model.forward = self._forward
-        elif "forward" in self._model.__dict__:
+        """Give the model its own forward back. May be called again.
+
+        A forward that somebody has wrapped since stays under that wrapper, and only passes through.
+        """
+        self._open = False
+        if self._model.__dict__.get("forward") is self._ours:
             del self._model.forward
+            if self._own is not None:
+                self._model.forward = self._own
 
     def begin_call(self) -> None:
         """Forget the branches of the call before."""
+        if self._ours not in (self._model.__dict__.get("forward"), self._model.__dict__.get("_old_forward")):
+            self._wrap()
         self._order.clear()
         self._seen.clear()
         self._told_idle = False
@@ -146,19 +157,19 @@ class CfgParallel:
         """The branches of the call at hand, or of the last one."""
         return list(self._order)
 
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         bound = self._signature.bind(*args, **kwargs)
         bound.arguments.update(concrete(dict(bound.arguments), early_for="the next forward"))
         name = self._branches.current
         batch = bound.arguments[self._plan.output.argument].shape[0]
         if name in ("", STACKED) and batch > 1:
-            return self._cut_batch(bound, batch)
+            return self._cut_batch(original, bound, batch)
         owner = self._deal(name) % self._exchange.group.size
         like = self._expected_output(bound)
         device = bound.arguments[self._plan.output.argument].device
         own = None
         if owner == self._exchange.group.rank:
-            own = _tensor_of(self._forward(*bound.args, **bound.kwargs))
+            own = _tensor_of(original(*bound.args, **bound.kwargs))
             if own.shape != like.shape or own.dtype != like.dtype:
                 raise RuntimeError(
                     f"{type(self._model).__name__} gave {tuple(own.shape)} {own.dtype} in branch {name!r}, "
@@ -198,9 +209,11 @@ class CfgParallel:
         shape = list(given.shape)
         config: Any = self._model.config
         shape[self._plan.output.channel_dim] = config[self._plan.output.channel_config]
-        return torch.empty(shape, dtype=given.dtype, device="meta")
+        kind = given.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else given.dtype
+        return torch.empty(shape, dtype=dtype, device="meta")
 
-    def _cut_batch(self, bound: inspect.BoundArguments, batch: int) -> Any:
+    def _cut_batch(self, original: Any, bound: inspect.BoundArguments, batch: int) -> Any:
         """Each cfg rank computes its share of the batch; all ranks get the whole."""
         group = self._exchange.group
         sizes = split_sizes(batch, group.size)
@@ -212,7 +225,7 @@ class CfgParallel:
             if isinstance(value, (torch.Tensor, list)) and len(value) == batch:
                 bound.arguments[name] = value[low : low + sizes[group.rank]]
         if sizes[group.rank]:
-            share = _tensor_of(self._forward(*bound.args, **bound.kwargs))
+            share = _tensor_of(original(*bound.args, **bound.kwargs))
         else:
             share = torch.empty(
                 0,

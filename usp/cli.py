@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import math
 import sys
 import time
 from pathlib import Path
@@ -9,8 +10,11 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from runtime.log import setup_logging
-from runtime.process_group import read_rank_env
+from runtime.log import get_logger, setup_logging
+from runtime.process_group import RankEnv, read_rank_env
+from usp.tasks import Request
+
+logger = get_logger(__name__)
 
 USAGE_ERROR = 2
 LATER_S = 8.0  # a rank other than 0 leaves later, else the launcher would end rank 0 before it has spoken
@@ -82,15 +86,36 @@ def main(app: typer.Typer, name: str) -> NoReturn:
         with contextlib.nullcontext() if rank == 0 else contextlib.redirect_stdout(io.StringIO()):
             code = app(standalone_mode=False, prog_name=f"python -m {name}")
     except typer.TyperException as error:
-        _usage_error(name, error.format_message(), rank)
+        _usage_error(name, error.format_message() or "no task was given; name one of the above", rank)
     except ValueError as error:
         _usage_error(name, str(error), rank)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def check_timeout(timeout_s: float) -> None:
+    """Raise ValueError unless a collective can be given so many seconds."""
+    if not 0 < timeout_s < math.inf:
+        raise ValueError(f"timeout {timeout_s:g} was given; use a number of seconds above 0")
+
+
+def warn_of_no_effect(request: Request, env: RankEnv, **parallel: str | None) -> None:
+    """One warning line on rank 0 for each option that changes nothing in this run; `parallel` by name."""
+    if env.rank != 0:
+        return
+    if env.world_size == 1:
+        for name, value in parallel.items():
+            if value not in (None, "auto"):
+                logger.warning("%s=%r has no effect: one rank holds the whole sequence", name, value)
+    if request.negative_prompt and request.guidance_scale <= 1:
+        logger.warning("the negative prompt has no effect: guidance is off at %g", request.guidance_scale)
 
 
 def _usage_error(name: str, sentence: str, rank: int) -> NoReturn:
     if rank == 0:
         print(f"{name}: error: {sentence}", file=sys.stderr, flush=True)
     else:
-        time.sleep(LATER_S)
+        time.sleep(
+            LATER_S
+        )  # rank 0 has the same error, and the launcher ends this rank meanwhile; or it has not:
+        print(f"{name}: error on rank {rank}: {sentence}", file=sys.stderr, flush=True)
     sys.exit(USAGE_ERROR)

@@ -8,10 +8,11 @@ from typing import Any
 from runtime.device import Device, detect_device
 from runtime.log import get_logger
 from runtime.process_group import RankEnv, World, read_rank_env
-from usp.attention.interop import check_engine
+from usp.attention.interop import check_engine, check_shares
 from usp.attention.kernels import check_kernel
 from usp.config import CacheConfig, ParallelConfig
 from usp.demo import MODEL_DIR, unknown_words
+from usp.layout import Split
 from usp.model_folder import ModelFacts, read_model_folder
 from usp.tasks import Request, Task, choose_dtype, load_pipeline, model_path
 
@@ -93,8 +94,12 @@ def check_request(job: Job, facts: ModelFacts) -> None:
     """Raise ValueError unless this model can make this video with these degrees; warn of unknown words."""
     request = job.request
     facts.check_size(width=request.width, height=request.height, num_frames=request.num_frames)
-    job.parallel(facts)
-    if facts.folder == MODEL_DIR and (unknown := unknown_words(request.prompt)):
+    config = job.parallel(facts)
+    if config.engine != "usp":
+        size = {"width": request.width, "height": request.height, "num_frames": request.num_frames}
+        split = Split((facts.tokens(**size),), config.sp_degree, config.ulysses_degree)
+        check_shares(config.engine, split, heads=facts.heads, ulysses_degree=config.ulysses_degree)
+    if job.env.rank == 0 and facts.folder == MODEL_DIR and (unknown := unknown_words(request.prompt)):
         logger.warning(
             "the demo model has never seen %s; see usp/demo/README.md for its words", ", ".join(unknown)
         )
@@ -107,8 +112,16 @@ def load(job: Job, world: World) -> tuple[Any, ModelFacts]:
         from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
         fetch = partial(DiffusionPipeline.download, job.model)
-        world.wait_for_main("download", fetch, LOAD_LIMIT_S)
-        facts = read_model_folder(Path(fetch()), pipeline=job.task.pipeline)
+        try:
+            world.wait_for_main("download", fetch, LOAD_LIMIT_S)
+            folder = Path(fetch())
+        except OSError as error:
+            reason = str(error).splitlines()[0]
+            raise SystemExit(
+                f"model {job.model!r} is not a folder here, and it cannot be had as a hub name ({reason}); "
+                "give a diffusers folder, or check the name and the connection"
+            ) from error
+        facts = read_model_folder(folder, pipeline=job.task.pipeline)
         check_request(job, facts)
     pipeline = load_pipeline(facts, job.dtype, quiet=not world.is_main)
     world.meet("loading the model", LOAD_LIMIT_S)  # a slow disk may take longer than a collective may

@@ -1,6 +1,7 @@
 """What a diffusers folder says about itself, read before any weights: enough to refuse what cannot work."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ class ModelFacts:
     temporal_factor: int
     spatial_factor: int
     patch_size: tuple[int, int, int]
+    max_positions: int = 1024  # tokens along each of time, height and width
 
     def check_size(self, *, width: int, height: int, num_frames: int) -> None:
         """Raise ValueError, naming the nearest sizes that work, unless the model makes exactly this size."""
@@ -28,7 +30,19 @@ class ModelFacts:
                     f"{name} {value} was asked for; this model makes multiples of {step} pixels; use {lower} "
                     f"or {max(lower, value // step * step) + step}"
                 )
+            most = self.max_positions * self.spatial_factor * self.patch_size[2 if name == "width" else 1]
+            if value > most:
+                raise ValueError(
+                    f"{name} {value} was asked for; this model has {self.max_positions} positions along it, "
+                    f"which is {most} pixels; use {most // step * step} or less"
+                )
         step = self.temporal_factor
+        most = self.max_positions * self.patch_size[0] * step - step + 1
+        if num_frames > most:
+            raise ValueError(
+                f"{num_frames} frames were asked for; this model has {self.max_positions} positions in time, "
+                f"which is {most} frames; use {most} or less"
+            )
         if num_frames < 1 or (num_frames - 1) % step:
             lower = max(1, (num_frames - 1) // step * step + 1)
             raise ValueError(
@@ -53,7 +67,7 @@ def read_model_folder(folder: Path, *, pipeline: str) -> ModelFacts:
     if not folder.is_dir():
         raise ValueError(f"model {str(folder)!r} is not a folder here; give a diffusers folder or a hub name")
     index = _read_json(folder / "model_index.json")
-    found = index.get("_class_name")
+    found = index.get("_class_name", "folder without _class_name in model_index.json")
     if found != pipeline:
         raise ValueError(f"{folder} holds a {found}; this task runs a {pipeline}; use the task for {found}")
     parts = [name for name, value in index.items() if isinstance(value, list) and value[0]]
@@ -67,14 +81,24 @@ def read_model_folder(folder: Path, *, pipeline: str) -> ModelFacts:
         raise ValueError(f"{folder} has neither transformer nor transformer_2; there is nothing to run")
     for part in (*transformers, "vae", "text_encoder"):
         _check_weights(folder / part)
+    if "scheduler" in parts:
+        _read_json(folder / "scheduler" / "scheduler_config.json")
+    for part in parts:
+        if not any((folder / part).iterdir()):
+            raise ValueError(f"{folder / part} is empty; download the model again")
     transformer, vae = (_read_json(folder / p / "config.json") for p in (transformers[0], "vae"))
+    for name in ("patch_size", "num_attention_heads"):
+        if name not in transformer:
+            path = folder / transformers[0] / "config.json"
+            raise ValueError(f"{path} has no {name}; this task runs a Wan transformer; check the path")
     spatial, patch = vae.get("scale_factor_spatial", 8), transformer["patch_size"]
     step = spatial * patch[1]
     return ModelFacts(
         folder=folder,
         pipeline=pipeline,
         heads=transformer["num_attention_heads"],
-        spatial_multiple=step if step % 16 == 0 else 16 * step,  # WanPipeline itself wants multiples of 16
+        spatial_multiple=math.lcm(step, 16),  # WanPipeline itself wants multiples of 16
+        max_positions=transformer.get("rope_max_seq_len", 1024),
         temporal_factor=vae.get("scale_factor_temporal", 4),
         spatial_factor=spatial,
         patch_size=tuple(patch),
@@ -99,6 +123,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path} does not exist; a diffusers pipeline folder has it; check the path")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}); download the model again") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__}, not an object; download the model again")
+    return found

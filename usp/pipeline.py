@@ -1,23 +1,23 @@
 """ParallelPipeline: a user's diffusers pipeline, run by several ranks, with the same call and the same
 result."""
 
+import functools
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
-from runtime.device import detect_device
 from runtime.log import get_logger
-from runtime.process_group import World, connect, read_rank_env
+from runtime.process_group import World
 from runtime.report import format_report, start_rows
-from usp.agreement import describe_call, describe_scheduler, fingerprint
+from usp.agreement import describe_call, describe_scheduler, fingerprint, weight_state
 from usp.assembly import Assembly, assemble
 from usp.attention.kernels import check_kernel
 from usp.config import CacheConfig, ParallelConfig, resolve_parallel
 from usp.deferred import concrete
+from usp.joining import default_group, join, move_pipeline, ranks_running
 from usp.mesh import make_groups
 from usp.plans import PLANS, plan_for
 from usp.randomness import agree_generator, same_default_rng
@@ -49,21 +49,29 @@ class ParallelPipeline:
         kernel: str = "auto",
         device: str | None = None,
         world: World | None = None,
-        timeout_s: float = 600.0,
+        timeout_s: float | None = None,
         strict: bool = False,
         cache: CacheConfig | float | None = None,
     ) -> None:
+        if world is not None and (device is not None or world.group not in (None, default_group())):
+            raise ValueError(
+                "a world was given with a device, or over a group that is not the default one; a world "
+                "brings its device, and pipelines use the default group; leave the device out, or the world"
+            )
         self.pipeline = pipeline
         self.step = 0  # steps done in the call at hand, or in the last one
+        self.place = "step 1"  # where that call is: a step, or "decoding"
         self.report: CallReport | None = None
         self._models = _planned_models(pipeline)
         self._owns_world = world is None
         self._watch: Stopwatch | None = None
         self._handles: list[Any] = []
         self._assembly: Assembly | None = None
+        self._weight_state: dict[str, str] = {}
         self._broken: str | None = None
-        self.parallel = resolve_parallel(parallel, _ranks_running(world), heads=_heads(self._models))
-        self.world = world or _connect(device, timeout_s)
+        self.parallel = resolve_parallel(parallel, ranks_running(world), heads=_heads(self._models))
+        self.world = world or join(device, timeout_s or 600.0)
+        timeout_s = timeout_s or self.world.timeout_s
         try:
             self._go_parallel(kernel, _cache_config(cache), strict, timeout_s)
         except BaseException:
@@ -74,9 +82,8 @@ class ParallelPipeline:
         check_kernel(kernel, self.world.device.kind)
         asked = (str(self.parallel), self.parallel.transport, kernel, str(cache), strict)
         self.world.agree(asked, "the parallel configuration")
-        _move(self.pipeline, self.world)
-        weights = {name: fingerprint(model) for name, model in self._models.items()}
-        self.world.agree(weights, "the fingerprint of the weights")
+        move_pipeline(self.pipeline, self.world)
+        self._agree_on_weights()
         groups = make_groups(self.parallel, rank=self.world.rank, timeout_s=timeout_s)
         self._assembly = assemble(
             self._models, self.parallel, groups, kernel=kernel, cache=cache, strict=strict
@@ -100,11 +107,12 @@ class ParallelPipeline:
         arguments = self._bind(args, kwargs)
         self.world.agree(describe_call(arguments), "the call's arguments")
         self.world.agree(describe_scheduler(self.pipeline), "the scheduler's configuration")
+        self._agree_on_weights()
         generator, used_seed = agree_generator(self.world, arguments.get("generator"), seed)
         arguments["generator"] = generator
         self._track_steps(arguments)
         sent_before = self.sent_bytes
-        self.step, self._watch = 0, Stopwatch(self.world.device)
+        self.step, self.place, self._watch = 0, "step 1", Stopwatch(self.world.device)
         self.world.device.reset_memory_peak()
         assembly.begin_call(is_last_step=self._is_last_step)
         try:
@@ -164,7 +172,17 @@ class ParallelPipeline:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "pipeline" not in self.__dict__:
             raise AttributeError(name)
-        return getattr(self.__dict__["pipeline"], name)
+        pipeline = self.__dict__["pipeline"]
+        value = getattr(pipeline, name)
+        if not inspect.ismethod(value) or value.__self__ is not pipeline:
+            return value
+
+        @functools.wraps(value)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            result = value(*args, **kwargs)
+            return self if result is pipeline else result  # `pipe.to(...)` stays parallel
+
+        return method
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in OWN_ATTRIBUTES:
@@ -196,6 +214,20 @@ class ParallelPipeline:
                 )
         return self._assembly
 
+    def _agree_on_weights(self) -> None:
+        """All ranks hold the same weights, in every component; they are read anew once any rank sees a
+        change.
+
+        Collective.
+        """
+        components = {n: c for n, c in self.pipeline.components.items() if isinstance(c, nn.Module)}
+        state = {name: weight_state(component) for name, component in components.items()}
+        changed = self.world.any(state != self._weight_state)
+        if changed and self.world.world_size > 1:
+            weights = {name: fingerprint(component) for name, component in components.items()}
+            self.world.agree(weights, "the fingerprint of the weights")
+        self._weight_state = state
+
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The call's arguments by name. Raises ValueError that names an unknown one."""
         signature = inspect.signature(self.pipeline.__call__)
@@ -211,8 +243,12 @@ class ParallelPipeline:
         return arguments
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self._watch is not None:
-            self._watch.mark_first_forward()
+        if self._watch is None:
+            raise RuntimeError(
+                "the pipeline inside a ParallelPipeline was called; its ranks would draw unlike noise and "
+                "take unlike arguments; call the ParallelPipeline itself, or close() it first"
+            )
+        self._watch.mark_first_forward()
 
     def _track_steps(self, arguments: dict[str, Any]) -> None:
         """Have the pipeline tell us of each step, before the user's own callback."""
@@ -227,7 +263,13 @@ class ParallelPipeline:
             self.step = step + 1
             if self._watch is not None:
                 self._watch.mark_step()
-            return tensors if users is None else users(pipeline, step, timestep, tensors)
+            if users is not None:
+                tensors = users(pipeline, step, timestep, tensors)
+            if hasattr(pipeline, "_interrupt"):  # whoever stops, stops all
+                pipeline._interrupt = self.world.any(bool(pipeline._interrupt))
+            last = self.step >= getattr(pipeline, "_num_timesteps", float("inf"))
+            self.place = "decoding" if last else f"step {self.step + 1}"  # a callback fails in its own step
+            return tensors
 
         arguments["callback_on_step_end"] = on_step_end
 
@@ -238,8 +280,8 @@ class ParallelPipeline:
 
 OWN_ATTRIBUTES = frozenset(
     (
-        *("pipeline", "step", "report", "parallel", "world"),
-        *("_models", "_owns_world", "_watch", "_handles", "_assembly", "_broken"),
+        *("pipeline", "step", "place", "report", "parallel", "world"),
+        *("_models", "_owns_world", "_watch", "_handles", "_assembly", "_broken", "_weight_state"),
     )
 )
 
@@ -289,6 +331,11 @@ def _planned_models(pipeline: Any) -> dict[str, Any]:
             f"{', '.join(sorted(PLANS))}"
         )
     for name, model in models.items():
+        if getattr(model, "is_cache_enabled", False):
+            raise ValueError(
+                f"{name} has a cache of diffusers enabled, which decides on each rank by itself; call its "
+                "disable_cache() and use ParallelPipeline's cache"
+            )
         if any(isinstance(getattr(hook, "__self__", None), ParallelPipeline) for hook in _pre_hooks(model)):
             raise ValueError(
                 f"{name} is spread over ranks already, by another ParallelPipeline; close() that one first"
@@ -308,29 +355,3 @@ def _pre_hooks(model: nn.Module) -> list[Any]:
 def _heads(models: dict[str, Any]) -> int:
     model = next(iter(models.values()))
     return model.config[plan_for(model).head_config]
-
-
-def _ranks_running(world: World | None) -> int:
-    """The world size, known before any group exists."""
-    if world is not None:
-        return world.world_size
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size()
-    return read_rank_env().world_size
-
-
-def _connect(choice: str | None, timeout_s: float) -> World:
-    env = read_rank_env()
-    device = detect_device(choice, local_rank=env.local_rank, world_size=env.world_size)
-    return connect(device, env=env, timeout_s=timeout_s)
-
-
-def _move(pipeline: Any, world: World) -> None:
-    """Put the pipeline on this rank's device, unless offload hooks or a device map place it."""
-    placed = getattr(pipeline, "hf_device_map", None) or any(
-        hasattr(c, "_hf_hook") or hasattr(c, "_diffusers_hook")
-        for c in pipeline.components.values()
-        if isinstance(c, nn.Module)
-    )
-    if not placed and world.device.kind != "cpu":
-        pipeline.to(world.device.torch_device)

@@ -36,9 +36,7 @@ def agree_generator(
         generator = [_seeded(check_seed(int(g))) for g in generator]  # type: ignore[arg-type]
     if generator is None:
         drawn = seed is None or seed == -1
-        seed = world.broadcast_object(
-            secrets.randbelow(2**31) if seed is None or seed == -1 else check_seed(seed)
-        )
+        seed = world.broadcast_object(_draw() if seed is None or seed == -1 else check_seed(seed))
         logger.info("seed %d%s", seed, " (drawn)" if drawn else "")
         return _seeded(seed), seed
     given: list[Any] = list(generator) if isinstance(generator, (list, tuple)) else [generator]
@@ -85,6 +83,11 @@ def _kinds(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
         return f"generator on {generator.device.type}"
     return generator if generator is None or isinstance(generator, int) else type(generator).__name__
+
+
+def _draw() -> int:
+    """A new seed, from the default generator: new in every process, unless the user has seeded that."""
+    return int(torch.randint(2**31, ()))
 
 
 def _seeded(seed: int) -> torch.Generator:

@@ -11,6 +11,8 @@ from runtime.process_group import World
 from runtime.report import format_bytes, format_seconds
 from runtime.world import gather_text
 
+DECODE_LIMIT_S = 3600.0  # rank 0 may decode alone, while the others wait for its figures
+
 
 @dataclass
 class Stopwatch:
@@ -100,7 +102,11 @@ class CallReport:
                 " ".join(f"{format_bytes(n)}," for n in self.peak_memory_bytes).rstrip(","),
             ),
             *((f"cache {name}", branch["text"]) for name, branch in self.cache.items()),
-            *([("cache saved", f"about {format_seconds(self.cache_seconds_saved)}")] if self.cache else []),
+            *(
+                [("cache saved", f"about {format_seconds(self.cache_seconds_saved)}")]
+                if self.cache_seconds_saved
+                else []
+            ),
             ("seed", str(self.seed) if self.seed is not None else "the caller's generator"),
         ]
 
@@ -138,4 +144,5 @@ def _gather(world: World, mine: Any) -> list[Any]:
     if world.store is None:
         return [mine]
     key, value = world.next_key("report"), json.dumps(mine)
-    return [json.loads(text) for text in gather_text(world, key, value, "the end report", world.timeout_s)]
+    limit = max(world.timeout_s, DECODE_LIMIT_S)
+    return [json.loads(text) for text in gather_text(world, key, value, "the end report", limit)]

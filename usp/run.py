@@ -1,6 +1,7 @@
 """python -m usp.run wan-t2v: make a video with all ranks that torchrun started, or with one."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -54,6 +55,7 @@ def wan_t2v(
     """Text to video with a Wan 2.1 or 2.2 pipeline."""
     check_output(out)
     check_seed(seed)
+    cli.check_timeout(timeout)
     check_scheduler(scheduler)
     given = {"prompt": prompt, "negative_prompt": negative_prompt, "num_frames": frames, "fps": fps}
     given |= {"num_inference_steps": steps, "guidance_scale": guidance}
@@ -62,26 +64,28 @@ def wan_t2v(
     job = prepare(
         WAN_T2V, request, model=model, dtype=dtype, device=device, words=words, kernel=kernel, cache=cache
     )
+    cli.warn_of_no_effect(request, job.env, attention=attention, kernel=kernel, transport=transport)
     with connect(job.device, env=job.env, timeout_s=timeout) as world:
         make_video(job, world, scheduler=scheduler, seed=seed, out=out)
 
 
 def make_video(job: Job, world: World, *, scheduler: str | None, seed: int, out: Path) -> None:
     """Load, run and write; rank 0 reports on stdout, the last line as JSON."""
-    made: list[ParallelPipeline] = []
-    with ending_together(world, lambda: f"step {made[0].step + 1}" if made else "loading"):
+    place: list[Callable[[], str]] = [lambda: "loading"]
+    with ending_together(world, lambda: place[0]()):
         plain, facts = load(job, world)
         if scheduler is not None:
             plain.scheduler = with_scheduler(plain.scheduler, scheduler)
         with ParallelPipeline(
             plain, job.parallel(facts), kernel=job.kernel, cache=job.cache, world=world
         ) as pipeline:
-            made.append(pipeline)
+            place[0] = lambda: pipeline.place
             pipeline.set_progress_bar_config(desc="denoise", disable=not world.is_main)
             # Only rank 0 decodes: the others would make the same frames and throw them away.
             result = pipeline(
                 **job.request.call_arguments(), seed=seed, output_type="np" if world.is_main else "latent"
             )
+            place[0] = lambda: "writing"
             write = partial(write_result, job, pipeline, result.frames, out)
             world.wait_for_main("writing", write, WRITE_LIMIT_S)
 

@@ -1,5 +1,6 @@
 """Tasks of the command line: which pipeline a name runs, with which defaults, and the request made of it."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,8 @@ def settle(task: Task, *, bundled: bool, size: str | None, **given: Any) -> Requ
     for name in ("num_inference_steps", "fps"):
         if values[name] < 1:
             raise ValueError(f"{name.replace('_', ' ')} {values[name]} was asked for; use 1 or more")
+    if not math.isfinite(values["guidance_scale"]):
+        raise ValueError(f"guidance scale {values['guidance_scale']} was asked for; use a number; 1 is off")
     return Request(prompt=given["prompt"], negative_prompt=given.get("negative_prompt"), **values)
 
 

@@ -1,6 +1,7 @@
 """python -m usp.verify wan-t2v: run N ranks and one on the same seed, and print how far they are apart."""
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -72,6 +73,7 @@ def wan_t2v(
 ) -> int:
     """Text to video with a Wan 2.1 or 2.2 pipeline."""
     check_seed(seed)
+    cli.check_timeout(timeout)
     check_scheduler(scheduler)
     if everything and (attention is not None or parallel != "auto"):
         raise ValueError(
@@ -85,6 +87,7 @@ def wan_t2v(
         WAN_T2V, request, model=model, dtype=dtype, device=device, words=words, kernel=kernel, cache=cache
     )
     limit = tolerance if tolerance is not None else TOLERANCES[job.dtype]
+    cli.warn_of_no_effect(request, job.env, attention=attention, kernel=kernel, transport=transport)
     with connect(job.device, env=job.env, timeout_s=timeout) as world:
         return verify(job, world, scheduler=scheduler, seed=seed, everything=everything, limit=limit)
 
@@ -199,6 +202,9 @@ def _print(found: list[Comparison], job: Job, *, seed: int, ranks: int, limit: f
         print("latents, max abs error after each step: " + " ".join(f"{e:.1e}" for e in found[0].latents))
     rows = [{"parallel": c.parallel, "latents": c.latents, "frames": c.frames, "ssim": c.ssim} for c in found]
     passed = all(c.passes(limit) for c in found)
+    for row in rows:  # JSON has no infinity
+        row["latents"] = [error if math.isfinite(error) else None for error in row["latents"]]
+        row |= {name: row[name] if math.isfinite(row[name]) else None for name in ("frames", "ssim")}
     print(json.dumps({"ranks": ranks, "seed": seed, "tolerance": limit, "passed": passed, "runs": rows}))
 
 

@@ -23,10 +23,12 @@ def check_output(path: Path) -> None:
         raise ValueError(
             f"output {str(path)!r} was asked for; this task writes mp4; use a name that ends in .mp4"
         )
-    if path.is_dir():
-        raise ValueError(f"output {str(path)!r} is a folder; give the name of a file in it")
-    parent = next(p for p in path.absolute().parents if p.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
+    for file in (path, path.with_suffix(".png")):
+        if os.path.isdir(file):
+            raise ValueError(f"output {str(file)!r} is a folder; give the name of a file in it")
+    # os.path answers False where Path raises, as in a folder that is closed to the user
+    parent = next(p for p in path.absolute().parents if os.path.exists(p))
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise ValueError(
             f"output {str(path)!r}: {parent} is not a folder that can be written to; choose another"
         )

@@ -44,11 +44,12 @@ def test_token_and_head_counts_are_uneven(pipeline: WanPipeline) -> None:
 
 
 def test_tokenizer_ends_texts_and_marks_unknown_words(pipeline: WanPipeline) -> None:
-    """A prompt becomes a token per word and the end token; an unknown word is `<unk>` and is reported."""
+    """A token per word or background phrase, then the end token; an unknown word is `<unk>` and reported."""
     prompt = "A red ball, moving right on a gray background."
     tokens = pipeline.tokenizer.convert_ids_to_tokens(pipeline.tokenizer(prompt).input_ids)
-    assert tokens == ["a", "red", "<unk>", "moving", "right", "on", "a", "grey", "background", "</s>"]
+    assert tokens == ["a", "red", "<unk>", "moving", "right", "grey_background", "</s>"]
     assert unknown_words(prompt) == ["ball"]
+    assert pipeline.tokenizer("on blue").input_ids == pipeline.tokenizer("over the blue background").input_ids
     assert pipeline.tokenizer("").input_ids == [pipeline.tokenizer.eos_token_id]
     assert unknown_words(DEFAULTS.prompt) == []
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, settings
 from torch import nn
 
 from tests import tiny
@@ -24,6 +25,8 @@ LAYOUTS = {
 }
 EVERY_LAYOUT = [(size, layout) for size, layouts in LAYOUTS.items() for layout in layouts]
 SEED = 7
+# For properties: the same examples every time, and no limit on how long one takes on a machine that is busy.
+STEADY = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 Case = tuple[str, dict[str, Any]]  # a kind of pipeline, and changes to its call
 

@@ -195,9 +195,12 @@ def test_call_n_equals_a_fresh_one_also_after_an_error():
 
 def test_nothing_of_a_call_is_held_after_it():
     """After `end_call` the tensors are gone and forwards pass; the report stays, also after `close`."""
-    model, steps = transformer(), half_still(5, 4)
+    model, steps, held = transformer(), half_still(5, 4), []
     with caching(model, ALWAYS, warmup_steps=1) as cache:
+        peek = model.blocks[1].attn1.register_forward_hook(lambda *_: held.append(cache._states[""].rest))
         call(model, cache, steps)
+        peek.remove()
+        assert held == [None, None], "a computed forward does not hold the last one's tensors beside its own"
         assert all(s.residual is None and s.rest is None for s in cache._states.values())
         with torch.no_grad():
             outside = model(**steps[2]).sample

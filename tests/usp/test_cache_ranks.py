@@ -18,11 +18,12 @@ from tests.usp.caching import (
     pipeline_call,
     transformer,
 )
-from tests.usp.in_ranks import EVERY_LAYOUT
+from tests.usp.in_ranks import EVERY_LAYOUT, SEED
 from tests.usp.test_attention import cached_groups
 from usp import comm
 from usp.attention import SequenceAttention
-from usp.config import parse_parallel
+from usp.config import CacheConfig, parse_parallel
+from usp.pipeline import ParallelPipeline
 
 FP32 = 1e-5  # what ring, and matmuls of other shapes, may differ by; ten times what comes out
 STEPS = 8
@@ -243,6 +244,32 @@ def test_a_pipeline_of_two_experts_gives_one_processs_latents(ranks, size, layou
     for frames, found in ranks(size).run(whole_call, "two_experts", layout, 0.12):
         assert found == decisions
         assert (frames - want).abs().max() <= FP32
+
+
+def parallel_calls(layout, kind):
+    """Two calls of one ParallelPipeline: latents, decisions, and the rows of the report."""
+    policy = CacheConfig(threshold=0.12, warmup_steps=1)
+    with ParallelPipeline(tiny.build(kind), layout, cache=policy) as pipe:
+        found = []
+        for _ in range(2):
+            result = pipe(**tiny.call(kind, tokens=(1, 1, 13), num_inference_steps=10), seed=SEED).frames
+            lists = {name: branch["skipped"] for name, branch in pipe.report.as_json()["cache"].items()}
+            found.append((result, lists, [name for name, _ in pipe.report.rows() if "cache" in name]))
+        return found
+
+
+@pytest.mark.parametrize(
+    ("size", "layout"), [(2, "cfg2"), (2, "gather_kv2"), (3, "ulysses3"), (4, "cfg2 ring2")]
+)
+def test_b54_cfg_parallel_decides_as_sequential_guidance_does(ranks, size, layout):
+    """B54, B56: through ParallelPipeline, two experts: the lists and latents of one process, every call."""
+    ((want, lists, rows), _) = parallel_calls("auto", "two_experts")
+    assert rows == [*(f"cache {name}" for name in lists), "cache saved"]
+    assert len(lists) == 4
+    for calls in ranks(size).run(parallel_calls, layout, "two_experts"):
+        for frames, found, _ in calls:
+            assert found == lists
+            assert (frames - want).abs().max() <= FP32
 
 
 def agreed(dtype):

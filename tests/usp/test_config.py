@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.usp.in_ranks import STEADY
 from usp.config import (
     AXES,
     ENGINES,
@@ -94,6 +95,7 @@ DEGREES = st.fixed_dictionaries({axis: st.integers(1, 4) for axis in AXES}).filt
 )
 
 
+@STEADY
 @given(degrees=DEGREES, order=st.permutations(AXES))
 def test_what_a_config_prints_can_be_typed(degrees, order):
     """parse(str(config)) is the config, words in any order, with '=', '-' and commas as people write."""
@@ -139,6 +141,7 @@ def test_every_choice_that_a_message_offers_fits(world):
         assert any(config.degree(axis) == world for config in configs)
 
 
+@STEADY
 @given(world=st.integers(1, 64), heads=st.none() | st.integers(1, 64))
 def test_b19_auto_always_fits(world, heads):
     """B19: leaving the degrees out picks a valid set; Ulysses only where the heads divide evenly."""

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.usp.in_ranks import STEADY
 from usp.layout import Split, kv_heads_of, offsets, split_sizes
 
 SPLITS = st.builds(
@@ -15,6 +16,7 @@ SPLITS = st.builds(
 )
 
 
+@STEADY
 @given(total=st.integers(0, 10_000), parts=st.integers(1, 64))
 def test_shares_are_tensor_splits(total, parts):
     """B01, req 2: sizes sum to the whole, differ by one at most, larger first, as `tensor_split` cuts."""
@@ -25,6 +27,7 @@ def test_shares_are_tensor_splits(total, parts):
     assert sizes == tuple(len(t) for t in torch.tensor_split(torch.empty(total), parts))
 
 
+@STEADY
 @given(sizes=st.lists(st.integers(0, 50), min_size=1, max_size=12))
 def test_offsets_are_where_shares_start(sizes):
     """Each share begins where the one before ends."""
@@ -33,6 +36,7 @@ def test_offsets_are_where_shares_start(sizes):
     assert [start + size for start, size in zip(starts, sizes, strict=True)] == [*starts[1:], sum(sizes)]
 
 
+@STEADY
 @given(split=SPLITS)
 def test_a_split_counts_every_token_once(split):
     """Req 6, 7: shares and blocks sum to the whole; blocks are `inner` ranks; streams are cut alike."""
@@ -46,6 +50,7 @@ def test_a_split_counts_every_token_once(split):
         assert size == sum(split_sizes(stream, split.parts)[rank] for stream in split.streams)
 
 
+@STEADY
 @given(split=SPLITS)
 def test_key_order_is_a_permutation_into_the_joined_streams(split):
     """Req 6: no key is lost or counted twice; rank r's part is its share of each stream in order."""
@@ -60,6 +65,7 @@ def test_key_order_is_a_permutation_into_the_joined_streams(split):
     assert torch.equal(order, by_rank)
 
 
+@STEADY
 @given(kv_heads=st.integers(1, 12), group=st.integers(1, 6), parts=st.integers(1, 9))
 def test_every_query_head_finds_its_key_head(kv_heads, group, parts):
     """B03, B35: query heads are cut without gap; a rank has the key heads that they need, no others."""

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import tiny
-from tests.usp.in_ranks import SEED, alone, forward, largest, rank
+from tests.usp.in_ranks import SEED, STEADY, alone, forward, largest, rank
 from usp.adapter import sharded
 from usp.attention import SequenceAttention
 from usp.config import AXES, ParallelConfig, parse_parallel
@@ -42,6 +42,7 @@ def test_b50_eight_ranks_by_hand():
     assert list(groups) == [*AXES, "sp"], "all ranks create groups in this order"
 
 
+@STEADY
 @given(config=CONFIGS)
 def test_b50_every_rank_is_in_exactly_one_group_per_axis(config):
     """B50, req 13: each axis parts the world into groups of its degree; sp is made of the inner axes."""

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+from rich.console import Console
 from safetensors.torch import save_file
 
 from runtime.device import Device
@@ -30,6 +31,7 @@ from usp.planner import (
     Link,
     Machine,
     Workload,
+    choice_json,
     choose,
     choose_for,
     layouts_table,
@@ -380,6 +382,25 @@ def test_the_reason_has_the_numbers():
         "; test",
     ):
         assert part in reason
+
+
+def test_the_table_shows_every_layout():
+    """One line each, the chosen one marked, what is refused with its numbers, the reason; also as JSON."""
+    found = choose(WAN_14B, replace(DEVICE, memory_bytes=31 * 2**30), 4)
+    out = io.StringIO()
+    Console(width=240, file=out).print(layouts_table(found))
+    text = out.getvalue()
+    marked = [line for line in text.splitlines() if "->" in line]
+    assert len(marked) == 1
+    assert str(found.config) in marked[0]
+    for candidate in found.candidates:
+        assert str(candidate.config) in text
+    refused = next(c.refusal for c in found.candidates if c.refusal)
+    assert refused in text
+    assert "times one rank" in text
+    plain = choice_json(found)
+    assert json.loads(json.dumps(plain)) == plain
+    assert plain["chosen"] == str(found.config)
 
 
 def test_wrong_figures_are_refused():

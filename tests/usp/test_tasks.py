@@ -81,7 +81,7 @@ def test_a_count_below_1_is_refused(name, value, message):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_guidance_that_is_no_number_is_refused(value):
-    """It would make every pixel NaN, which a video shows as black."""
+    """NaN would turn guidance off in silence, infinity would make every pixel NaN: a black video."""
     with pytest.raises(ValueError, match=r"guidance scale (nan|-?inf) was asked for"):
         settle(WAN_T2V, bundled=True, size=None, guidance_scale=value)
 

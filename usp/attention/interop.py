@@ -134,18 +134,8 @@ class LongContextAttention:
     def _check(self, q_BSHD: torch.Tensor, k_BSHD: torch.Tensor, split: Split) -> None:
         ulysses, ring = self._groups.ulysses.size, self._groups.ring.size
         _check_ring(self.engine, ring, q_BSHD.device.type)
-        if len(set(split.sizes)) > 1:
-            raise ValueError(
-                f"engine={self.engine!r} was asked to attend over {split.total} tokens on {split.parts} "
-                f"ranks ({', '.join(map(str, split.sizes))}): it takes equal shares only, and ends the "
-                f"process at others; use engine='usp', or a size whose tokens divide by {split.parts}"
-            )
         for what, heads in (("heads", q_BSHD.shape[2]), ("key/value heads", k_BSHD.shape[2])):
-            if heads % ulysses:
-                raise ValueError(
-                    f"engine={self.engine!r} with ulysses_degree={ulysses} on {heads} {what}: it takes a "
-                    "multiple of the degree only; use engine='usp', or give these ranks to ring_degree"
-                )
+            check_shares(self.engine, split, heads=heads, what=what, ulysses_degree=ulysses)
 
     def _handle(self, group: Group) -> Any:
         """The group's communicator; for a group of one, which has none, one made for them."""
@@ -153,6 +143,21 @@ class LongContextAttention:
             return group.handle
         self._single.append(dist.new_group(list(group.ranks), use_local_synchronization=True))
         return self._single[-1]
+
+
+def check_shares(engine: str, split: Split, *, heads: int, ulysses_degree: int, what: str = "heads") -> None:
+    """Raise ValueError unless the engine can spread these tokens and heads (of queries, or of keys)."""
+    if len(set(split.sizes)) > 1:
+        raise ValueError(
+            f"engine={engine!r} was asked to attend over {split.total} tokens on {split.parts} ranks "
+            f"({', '.join(map(str, split.sizes))}): it takes equal shares only, and ends the process at "
+            f"others; use engine='usp', or a size whose tokens divide by {split.parts}"
+        )
+    if heads % ulysses_degree:
+        raise ValueError(
+            f"engine={engine!r} with ulysses_degree={ulysses_degree} on {heads} {what}: it takes a multiple "
+            "of the degree only; use engine='usp', or give these ranks to ring_degree"
+        )
 
 
 def _check_ring(engine: str, ring_degree: int, device_type: str | None) -> None:

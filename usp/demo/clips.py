@@ -35,9 +35,13 @@ RADII = {"small": (9.0, 11.5), None: (13.0, 18.0), "big": (20.0, 24.0)}
 TRAVEL = (34.0, 60.0)  # pixels from first to last frame
 MARGIN = 3.0  # pixels that always stay free between shape and border
 
-# Words that say what is shown, and every word that a caption can hold: the demo model's whole vocabulary.
-TELLING = {"small", "little", "big", "large", *COLOURS, *BACKGROUNDS, *SHAPES, *DIRECTIONS}
-WORDS = tuple(sorted(TELLING | {"a", "the", "moving", "moves", "to", "on", "over", "background"}))
+# Every word that a caption can hold: all that the demo model knows.
+WORDS = tuple(
+    sorted(
+        {"a", "the", "small", "little", "big", "large", "moving", "moves", "to", "on", "over", "background"}
+        | {*COLOURS, *BACKGROUNDS, *SHAPES, *DIRECTIONS}
+    )
+)
 
 # (colour, shape, direction, background)
 HELD_OUT = (

@@ -15,7 +15,7 @@ from usp.demo.export import export
 from usp.demo.training import StageRun
 
 STAGES = ("vae", "dit", "export")
-VAE_STEPS, DIT_STEPS = 4800, 6000
+VAE_STEPS, DIT_STEPS = 4800, 7600
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -5,7 +5,7 @@ joins them; `python -m usp.planner` projects and fits.
 """
 
 from usp.planner.auto import choose_for
-from usp.planner.choose import Candidate, Choice, choose, layouts_table, plan
+from usp.planner.choose import Candidate, Choice, choice_json, choose, layouts_table, plan
 from usp.planner.cost import Prediction, Workload, predict
 from usp.planner.machine import LINKS, Channel, Link, Machine, parse_link
 from usp.planner.measure import measure_machine
@@ -20,6 +20,7 @@ __all__ = [
     "Machine",
     "Prediction",
     "Workload",
+    "choice_json",
     "choose",
     "choose_for",
     "layouts_table",

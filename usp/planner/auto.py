@@ -4,7 +4,6 @@ import torch
 
 from runtime.log import get_logger
 from runtime.process_group import World
-from usp.config import Transport
 from usp.planner.choose import Choice, alone, choose
 from usp.planner.cost import Workload
 from usp.planner.machine import Link, Machine
@@ -18,7 +17,7 @@ def choose_for(
     workload: Workload,
     dtype: torch.dtype,
     *,
-    transport: Transport = "auto",
+    transport: str = "auto",
     strict: bool = False,
     link: Link | None = None,
     machine: Machine | None = None,

@@ -7,7 +7,7 @@ from rich import box
 from rich.table import Table
 
 from runtime.report import format_bytes, format_seconds
-from usp.config import ParallelConfig, Transport
+from usp.config import ParallelConfig
 from usp.planner.cost import Prediction, Workload, predict
 from usp.planner.machine import Machine
 
@@ -66,7 +66,7 @@ def plan(
     machine: Machine,
     world_size: int,
     *,
-    transport: Transport = "auto",
+    transport: str = "auto",
     strict: bool = False,
 ) -> list[Candidate]:
     """Every layout of `world_size` ranks, the fastest first, then those refused.
@@ -88,7 +88,7 @@ def choose(
     machine: Machine,
     world_size: int,
     *,
-    transport: Transport = "auto",
+    transport: str = "auto",
     strict: bool = False,
 ) -> Choice:
     """The layout for `world_size` ranks among all, and why it or none."""
@@ -103,9 +103,9 @@ def choose(
     return Choice(workload, machine, candidates, chosen.config, reason)
 
 
-def alone(workload: Workload, *, transport: Transport = "auto") -> Choice:
+def alone(workload: Workload, *, transport: str = "auto") -> Choice:
     """The choice of one rank, which has none."""
-    config = ParallelConfig(transport=transport)
+    config = replace(ParallelConfig(), transport=transport)
     return Choice(workload, None, (), config, "one rank: nothing to choose; start more with torchrun")
 
 
@@ -134,6 +134,17 @@ def candidate_cells(candidate: Candidate, single_s: float) -> list[str]:
         format_bytes(max(found.sent)),
         format_bytes(found.peak_bytes),
     ]
+
+
+def choice_json(choice: Choice) -> dict[str, object]:
+    """A choice as plain values."""
+    single_s = _single_s(choice)
+    return {
+        "chosen": None if choice.chosen is None else str(choice.chosen),
+        "reason": choice.reason,
+        "one_rank_s": single_s,
+        "layouts": [candidate_json(c, single_s) for c in choice.candidates],
+    }
 
 
 def candidate_json(candidate: Candidate, single_s: float) -> dict[str, object]:

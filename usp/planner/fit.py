@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -68,7 +68,6 @@ class Row:
     """A layout: its prediction, what each round took on the slowest rank, whether the bytes were right."""
 
     candidate: Candidate
-    scaled_s: float = 0.0
     seconds: list[float] = field(default_factory=list)
     bytes_exact: bool = True
 
@@ -77,17 +76,18 @@ class Row:
         """The median round."""
         return median(self.seconds)
 
-    def error(self, predicted_s: float) -> float:
-        """How far a prediction is off, as a share of what was measured."""
-        return predicted_s / self.measured_s - 1
+    @property
+    def ratio(self) -> float:
+        """Predicted over measured."""
+        return self.candidate.prediction.seconds / self.measured_s
 
 
 def fit(world: World, stack: Stack, tokens: Sequence[int], *, rounds: int) -> int:
     """Measure the machine, predict, run every layout, print both; the last line is JSON. Collective.
 
-    Returns 1 if a rank sent other bytes than predicted. Two predictions are shown: from the start-up
-    measurement alone, as `parallel="auto"` makes it, and with its computation scaled so that one process's
-    step is as long as measured.
+    Returns 1 if a rank sent other bytes than predicted. Two errors are shown: that of the prediction as
+    `parallel="auto"` makes it, from the start-up measurement alone, and what is left of it when one factor is
+    fitted for all layouts together.
     """
     model = build_stack(stack, world)
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -99,10 +99,7 @@ def fit(world: World, stack: Stack, tokens: Sequence[int], *, rounds: int) -> in
         single = predict(workload, machine, ParallelConfig()).seconds
         _print_predicted(world, machine, rows, workload, single)
         alone = run_rounds(world, model, workload, rows, rounds)
-        scaled = scaled_to(machine, median(alone) / single)
-        for row in rows:
-            row.scaled_s = predict(workload, scaled, row.candidate.config).seconds
-        _print_measured(world, rows, workload, alone)
+        _print_measured(world, rows, alone)
         runs.append(_as_json(rows, workload, machine, single, alone))
         exact = exact and all(row.bytes_exact for row in rows)
     if world.is_main:
@@ -212,17 +209,6 @@ def stack_inputs(workload: Workload, world: World) -> dict[str, torch.Tensor]:
     return {name: value.to(world.device.torch_device) for name, value in inputs.items()}
 
 
-def scaled_to(machine: Machine, factor: float) -> Machine:
-    """The machine with computation that takes `factor` times as long."""
-    return replace(
-        machine,
-        matmul_flops=machine.matmul_flops / factor,
-        attention_flops=machine.attention_flops / factor,
-        memory_bytes_per_s=machine.memory_bytes_per_s / factor,
-        operator_s=machine.operator_s * factor,
-    )
-
-
 def _alone(model: nn.Module, inputs: dict[str, torch.Tensor], workload: Workload) -> None:
     for _ in range(workload.branches):
         model(**inputs, return_dict=False)
@@ -271,19 +257,27 @@ def _print_predicted(
     _print(table)
 
 
-def _print_measured(world: World, rows: Sequence[Row], workload: Workload, alone: list[float]) -> None:
+def _print_measured(world: World, rows: Sequence[Row], alone: list[float]) -> None:
     if not world.is_main:
         return
     single = median(alone)
+    factor = median(row.ratio for row in rows)
     table = _table(
         f"measured in {len(alone)} rounds; one process {1000 * single:.1f} ms; *: off by over {TARGET:.0%}",
-        *("layout", "ms per step", "speed-up", "predicted", "off by", "scaled", "off by", "bytes"),
+        *(
+            "layout",
+            "ms per step",
+            "speed-up",
+            "predicted",
+            "off by",
+            f"off by / {factor:.2f}",
+            "bytes",
+        ),
     )
     for row in sorted(rows, key=lambda row: row.measured_s):
+        predicted_s = row.candidate.prediction.seconds
         cells = [str(row.candidate.config), _spread(row.seconds), f"{single / row.measured_s:.2f}"]
-        for predicted_s in (row.candidate.prediction.seconds, row.scaled_s):
-            error = row.error(predicted_s)
-            cells += [f"{1000 * predicted_s:.1f}", f"{error:+.0%}{'*' if abs(error) > TARGET else ''}"]
+        cells += [f"{1000 * predicted_s:.1f}", _off(row.ratio - 1), _off(row.ratio / factor - 1)]
         table.add_row(*cells, "exact" if row.bytes_exact else "WRONG")
     _print(table)
 
@@ -291,21 +285,19 @@ def _print_measured(world: World, rows: Sequence[Row], workload: Workload, alone
 def _as_json(
     rows: Sequence[Row], workload: Workload, machine: Machine, single_s: float, alone: list[float]
 ) -> dict[str, Any]:
-    found = []
-    for row in rows:
-        predicted_s = row.candidate.prediction.seconds
-        found.append(
-            {
-                "parallel": str(row.candidate.config),
-                "predicted_s": _short(predicted_s),
-                "scaled_s": _short(row.scaled_s),
-                "measured_s": [_short(f(row.seconds)) for f in (median, min, max)],
-                "off_by": _short(row.error(predicted_s)),
-                "scaled_off_by": _short(row.error(row.scaled_s)),
-                "sent_bytes_per_rank": list(row.candidate.prediction.sent),
-                "bytes_exact": row.bytes_exact,
-            }
-        )
+    factor = median(row.ratio for row in rows)
+    found = [
+        {
+            "parallel": str(row.candidate.config),
+            "predicted_s": _short(row.candidate.prediction.seconds),
+            "measured_s": [_short(f(row.seconds)) for f in (median, min, max)],
+            "off_by": _short(row.ratio - 1),
+            "off_by_with_one_factor": _short(row.ratio / factor - 1),
+            "sent_bytes_per_rank": list(row.candidate.prediction.sent),
+            "bytes_exact": row.bytes_exact,
+        }
+        for row in rows
+    ]
     one = {"predicted_s": _short(single_s), "measured_s": [_short(f(alone)) for f in (median, min, max)]}
     figures = {
         name: getattr(machine, name) for name in ("overlap", "slots", "domain", "memory_bytes", "source")
@@ -330,10 +322,14 @@ def _summary(
         "shape": {name: getattr(stack, name) for name in stack.__dataclass_fields__},
         "rounds": rounds,
         "worst_off_by": max(abs(row["off_by"]) for row in every),
-        "worst_scaled_off_by": max(abs(row["scaled_off_by"]) for row in every),
+        "worst_off_by_with_one_factor": max(abs(row["off_by_with_one_factor"]) for row in every),
         "bytes_exact": exact,
         "runs": runs,
     }
+
+
+def _off(error: float) -> str:
+    return f"{error:+.0%}{'*' if abs(error) > TARGET else ''}"
 
 
 def _short(value: float) -> float:
