@@ -32,6 +32,7 @@ LEVELS = {
     "adapter": 6,
     "assembly": 7,
     "agreement": 0,
+    "joining": 6,
     "randomness": 6,
     "report": 6,
     "pipeline": 8,

@@ -64,7 +64,8 @@ def describe_scheduler(pipeline: Any) -> Any:
     scheduler: Any = getattr(pipeline, "scheduler", None)
     if not hasattr(scheduler, "config"):
         return None
-    return type(scheduler).__name__, _describe(dict(scheduler.config))
+    settings = {name: value for name, value in scheduler.config.items() if not name.startswith("_")}
+    return type(scheduler).__name__, _describe(settings)
 
 
 def _describe(value: Any) -> Any:

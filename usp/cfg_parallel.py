@@ -122,15 +122,24 @@ class CfgParallel:
         self._wrap()
 
     def _wrap(self) -> None:
-        """Put our forward around the model's; an offload hook may have taken it off again."""
+        """Put our forward around the model's; an offload hook may have taken it off again, or wrapped it.
+
+        Where one of ours is still inside, the outer one does the work and the inner one passes through.
+        """
         own = self._model.__dict__.get("forward")
         original = self._model.forward
 
         @functools.wraps(original)  # hooks and caches read the signature
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return self._call(original, *args, **kwargs) if self._open else original(*args, **kwargs)
+            if not self._open or self._inside:
+                return original(*args, **kwargs)
+            self._inside = True
+            try:
+                return self._call(original, *args, **kwargs)
+            finally:
+                self._inside = False
 
-        self._own, self._ours, self._open = own, forward, True
+        self._own, self._ours, self._open, self._inside = own, forward, True, False
         self._model.forward = forward
 
     def close(self) -> None:

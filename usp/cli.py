@@ -114,8 +114,6 @@ def _usage_error(name: str, sentence: str, rank: int) -> NoReturn:
     if rank == 0:
         print(f"{name}: error: {sentence}", file=sys.stderr, flush=True)
     else:
-        time.sleep(
-            LATER_S
-        )  # rank 0 has the same error, and the launcher ends this rank meanwhile; or it has not:
+        time.sleep(LATER_S)  # if rank 0 has the same error, the launcher ends this rank meanwhile
         print(f"{name}: error on rank {rank}: {sentence}", file=sys.stderr, flush=True)
     sys.exit(USAGE_ERROR)

@@ -112,7 +112,8 @@ class ParallelPipeline:
         arguments["generator"] = generator
         self._track_steps(arguments)
         sent_before = self.sent_bytes
-        self.step, self.place, self._watch = 0, "step 1", Stopwatch(self.world.device)
+        watch = Stopwatch(self.world.device)
+        self.step, self.place, self._watch = 0, "step 1", watch
         self.world.device.reset_memory_peak()
         assembly.begin_call(is_last_step=self._is_last_step)
         try:
@@ -120,16 +121,17 @@ class ParallelPipeline:
                 result = _with_values(self.pipeline(**arguments))
         except BaseException as error:
             assembly.abandon()
-            if self._watch.encoded is not None and self.world.world_size > 1:
+            if watch.encoded is not None and self.world.world_size > 1:
                 self._broken = f"{type(error).__name__} after step {self.step}"
             raise
         finally:
             assembly.end_call()
-        self._watch.mark_end()
+            self._watch = None
+        watch.mark_end()
         assembly.tell_cache()
         self.report = collect_report(
             self.world,
-            self._watch,
+            watch,
             seed=used_seed,
             parallel=str(self.parallel),
             tokens=max((here for here, _ in assembly.tokens.values()), default=0),

@@ -126,7 +126,7 @@ def verify(
             plain.scheduler = with_scheduler(plain.scheduler, scheduler)
         seed = world.broadcast_object(seed if seed >= 0 else torch.seed() % 2**31)
         running[0] = "the one-process run"
-        alone = partial(_traced, plain, job, decode=True, generator=torch.Generator("cpu").manual_seed(seed))
+        alone = partial(_alone, plain, job, world, seed)
         reference = _share(world, world.wait_for_main("the one-process run", alone, REFERENCE_LIMIT_S))
         layouts = _every_layout(world.world_size) if everything else [job.parallel(facts)]
         found = []
@@ -142,6 +142,17 @@ def verify(
 
 def _every_layout(world_size: int) -> list[ParallelConfig]:
     return [parse_parallel(text.strip("'")) for text in spellings(world_size)]
+
+
+def _alone(plain: Any, job: Job, world: World, seed: int) -> Trace:
+    """The run of one process; with the cache, if there is one, since its decisions are to be the same."""
+    if job.cache is None:
+        return _traced(plain, job, decode=True, generator=torch.Generator("cpu").manual_seed(seed))
+    lone = World(0, 1, world.local_rank, world.device)
+    with ParallelPipeline(
+        plain, ParallelConfig(), kernel=job.kernel, cache=job.cache, world=lone
+    ) as pipeline:
+        return _traced(pipeline, job, decode=True, seed=seed)
 
 
 def _traced(pipeline: Callable[..., Any], job: Job, *, decode: bool, **call: Any) -> Trace:

@@ -341,9 +341,7 @@ def collectives(layout):
     split = sequence.split((21,))
     shares = [t[:, : split.sizes[dist.get_rank()]] for t in tensors(0, 21, 6)]
     calls = []
-    names = [
-        n for n in ("all_to_all_single", "batch_isend_irecv", "all_gather", "all_reduce", "all_gather_object")
-    ]
+    names = ("all_to_all_single", "batch_isend_irecv", "all_gather", "all_reduce", "all_gather_object")
     real = {name: getattr(dist, name) for name in names}
     for name in names:
         setattr(dist, name, partial(lambda name, *a, **k: (calls.append(name), real[name](*a, **k))[1], name))

@@ -19,8 +19,8 @@ from usp.mesh import make_groups
 from usp.pipeline import ParallelPipeline
 from usp.plans import plan_for
 
-# fp32: a branch is computed by the same kernels as in one process, so cfg adds no error. Cutting the sequence adds
-# its own: matmuls of fewer rows, and ring's merge.
+# fp32: a branch is computed by the same kernels as in one process, so cfg adds no error. Cutting the sequence
+# adds its own: matmuls of fewer rows, and ring's merge.
 EXACT, SEQUENCE = 0.0, 1e-5
 
 CASES = [
@@ -60,7 +60,8 @@ def together(layout: str, cases: list[tuple[str, dict[str, Any]]]) -> list[np.nd
     ],
 )
 def test_cfg_and_sequence_match_one_process(ranks, size, layout, tolerance):
-    """B24, B50, requirement 24: T2V, I2V, TI2V, two experts, unlike prompt lengths, with every strategy inside."""
+    """B24, B50, requirement 24: T2V, I2V, TI2V, two experts, unlike prompt lengths, with every strategy
+    inside."""
     cases = [*CASES, ("t2v", unlike_lengths())]
     by_rank = ranks(size).run(together, layout, cases)
     for place, (kind, changes) in enumerate(cases):
@@ -134,7 +135,8 @@ def early_value(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def cut_and_cast(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Slices, casts and arithmetic on one branch before the next is called, with an operand that changes after."""
+    """Slices, casts and arithmetic on one branch before the next is called, with an operand that changes
+    after."""
     x = inputs["hidden_states"]
     for _ in range(3):
         factor = torch.full((1,), 2.0)
@@ -259,7 +261,8 @@ def test_guidance_that_changes_over_steps(ranks):
 
 @pytest.mark.parametrize(("size", "batch"), [(2, 1), (2, 3), (3, 1), (4, 1), (4, 3)])
 def test_stacked_branches_are_cut_along_the_batch(ranks, size, batch):
-    """A pipeline that stacks its branches: each rank computes its share, down to none; 1e-6 for other matmul rows."""
+    """A pipeline that stacks its branches: each rank computes its share, down to none; 1e-6 for other matmul
+    rows."""
     want = reference("stacked", batch)
     for result, _, told, _ in ranks(size).run(run_loop, "stacked", batch, size):
         assert (result - want).abs().max() <= 1e-6
@@ -277,7 +280,8 @@ def drift() -> tuple[str, int]:
 
 
 def test_an_unforeseen_result_is_named(ranks):
-    """Requirement 23: shapes are agreed before the exchange; a plan that does not fit is an error with both shapes."""
+    """Requirement 23: shapes are agreed before the exchange; a plan that does not fit is an error with both
+    shapes."""
     pool = ranks(2)
     try:
         for error, left in pool.run(drift, timeout_s=20):
