@@ -148,6 +148,8 @@ class World:
     def hold(self) -> None:
         """Count this World as a user of a group that `connect` made."""
         self.owned = True
+        if self.group is None:
+            return
         USERS[self.group] = USERS.get(self.group, 0) + 1
 
     def __enter__(self) -> World:
