@@ -11,9 +11,9 @@ from usp.config import ParallelConfig
 from usp.planner.cost import Prediction, Workload, predict
 from usp.planner.machine import Machine
 
-# Predictions closer than this are alike: attention that is bit-equal to one rank's is then preferred to a
-# ring's.
-ALIKE = 0.02
+# Predictions closer than this are alike, since the model errs by as much: attention that is bit-equal to one
+# rank's is then preferred to a ring's, so that a film made by "auto" does not depend on a measurement.
+ALIKE = 0.10
 
 
 @dataclass(frozen=True)
