@@ -324,11 +324,11 @@ def test_the_order_is_that_of_the_predictions_and_repeats():
 
 
 def test_layouts_that_are_alike_go_to_the_exact():
-    """A ring a hair faster than gather-KV is not taken, since gather-KV is bit-equal; one far faster is."""
-    workload = replace(WAN_14B, branches=1, tokens=8192)
+    """A ring that is a little faster than gather-KV is not taken, since gather-KV is bit-equal."""
+    workload = replace(WAN_14B, branches=1)
     for gigabytes, chosen, words in (
-        (200, "gather_kv2", "ring2 is within 0.3% of it, but not bit-equal to one rank"),
-        (50, "ring2", "next gather_kv2, "),
+        (50, "gather_kv2", "ring2 is within 6.5% of it, but not bit-equal to one rank"),
+        (20, "ring2", "next gather_kv2, "),
     ):
         found = choose(workload, replace(DEVICE, link=link(5, gigabytes)), 2)
         assert str(found.candidates[0].config) == "ring2"

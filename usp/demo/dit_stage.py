@@ -2,9 +2,10 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
-from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
+from diffusers import WanPipeline, WanTransformer3DModel
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
@@ -48,7 +49,7 @@ class PlainAttention:
 
     def __call__(
         self,
-        attn: nn.Module,
+        attn: Any,
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
@@ -74,8 +75,8 @@ class Denoiser(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.transformer = build_transformer()
-        self.text_encoder = text.build_text_encoder()
+        self.transformer: Any = build_transformer()
+        self.text_encoder: Any = text.build_text_encoder()
         nn.init.zeros_(self.transformer.proj_out.weight)
         nn.init.zeros_(self.transformer.proj_out.bias)
 
@@ -93,7 +94,7 @@ class Denoiser(nn.Module):
         return self.transformer(latents, timestep, embeds, return_dict=False)[0]
 
 
-def encode_clips(vae: AutoencoderKLWan, run: training.StageRun) -> tuple[list[clips.Clip], torch.Tensor]:
+def encode_clips(vae: Any, run: training.StageRun) -> tuple[list[clips.Clip], torch.Tensor]:
     """`CLIPS` training clips, all seen combinations equally often, and their latents, kept on disk."""
     seen = clips.seen_combinations()
     drawn = [clips.draw_clip(random.Random(f"dit-{run.seed}-{i}"), seen[i % len(seen)]) for i in range(CLIPS)]
@@ -161,7 +162,7 @@ def trained_pipeline(work: Path) -> WanPipeline:
     return build_pipeline(vae, model.transformer, model.text_encoder)
 
 
-def generate(pipeline: WanPipeline, prompts: list[str], *, seed: int = 0, **overrides: object) -> list:
+def generate(pipeline: Any, prompts: list[str], *, seed: int = 0, **overrides: Any) -> list:
     """One clip in 0..1 (17, 112, 112, 3) per prompt, at the demo's defaults; prompt i has seed `seed` + i."""
     pipeline.set_progress_bar_config(disable=True)
     arguments = {

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
@@ -20,12 +21,9 @@ def build_pipeline(
     scheduler = UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=FLOW_SHIFT
     )
+    parts: dict[str, Any] = {"tokenizer": text.build_tokenizer(), "scheduler": scheduler}
     return WanPipeline(
-        tokenizer=text.build_tokenizer(),
-        text_encoder=text_encoder.eval(),
-        vae=vae.eval(),
-        scheduler=scheduler,
-        transformer=transformer.eval(),
+        **parts, text_encoder=text_encoder.eval(), vae=vae.eval(), transformer=transformer.eval()
     )
 
 

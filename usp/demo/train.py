@@ -1,7 +1,7 @@
 """Train the bundled demo model from nothing: `python -m usp.demo.train --work DIR --out usp/demo/model`.
 
 Three stages, each resuming from its checkpoint in the work folder: `vae` (clips to latents and back), `dit`
-(text to latents), `export` (the diffusers folder). One core needs about an hour and a half.
+(text to latents), `export` (the diffusers folder). One core needs about 1 h 45 min.
 """
 
 import argparse

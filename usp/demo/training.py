@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,17 +69,18 @@ class MatrixAndOtherOptimizers:
         for parameter in self.parameters + self.views:
             parameter.grad = None
 
-    def state_dict(self) -> list[dict[str, object]]:
+    def state_dict(self) -> list[dict[str, Any]]:
         """The two optimizers' states, for a checkpoint."""
         return [optimizer.state_dict() for optimizer, _ in self.optimizers]
 
-    def load_state_dict(self, states: list[dict[str, object]]) -> None:
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
         """Take up the states that `state_dict` gave."""
         for (optimizer, _), state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
 
 
-def _as_matrix(weight: torch.Tensor) -> torch.Tensor:
+def _as_matrix(weight: torch.Tensor | None) -> torch.Tensor:
+    assert weight is not None, "every matrix has a gradient"
     return weight if weight.ndim == 2 else weight.movedim(1, -1).flatten(1)
 
 
@@ -95,14 +97,14 @@ def ema_update_(ema: dict[str, torch.Tensor], module: torch.nn.Module, step: int
     torch._foreach_lerp_([ema[name] for name in ema], [state[name] for name in ema], weight)
 
 
-def save_atomically(state: dict[str, object], path: Path) -> None:
+def save_atomically(state: dict[str, Any], path: Path) -> None:
     """Write `state` beside `path`, then rename: `path` is never half-written."""
     temporary = path.with_name(path.name + ".tmp")
     torch.save(state, temporary)
     os.replace(temporary, path)
 
 
-def load_checkpoint(path: Path) -> dict[str, object] | None:
+def load_checkpoint(path: Path) -> dict[str, Any] | None:
     """The state last saved at `path`, or None where there is none yet."""
     return torch.load(path, map_location="cpu", weights_only=True) if path.exists() else None
 

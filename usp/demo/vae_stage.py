@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -94,14 +95,14 @@ def latent_statistics(latents: torch.Tensor) -> tuple[list[float], list[float]]:
 
 
 @torch.no_grad()
-def encode_clip(vae: AutoencoderKLWan, frames: np.ndarray) -> torch.Tensor:
+def encode_clip(vae: Any, frames: np.ndarray) -> torch.Tensor:
     """The mean latent (channels, 5, 14, 14), as the VAE gives it, of frames in 0..1 (17, 112, 112, 3)."""
     pixels = torch.from_numpy(frames).permute(3, 0, 1, 2)[None] * 2.0 - 1.0
     return vae.encode(pixels).latent_dist.mode()[0]
 
 
 @torch.no_grad()
-def reconstruct(vae: AutoencoderKLWan, frames: np.ndarray) -> np.ndarray:
+def reconstruct(vae: Any, frames: np.ndarray) -> np.ndarray:
     """`frames` in 0..1 (17, 112, 112, 3) after encoding and decoding."""
     pixels = vae.decode(encode_clip(vae, frames)[None]).sample[0]
     return (pixels.permute(1, 2, 3, 0).numpy() + 1.0) / 2.0
@@ -112,7 +113,7 @@ def psnr(a: np.ndarray, b: np.ndarray) -> float:
     return float(-10.0 * np.log10(np.mean((a - b) ** 2)))
 
 
-def _channels_last_(vae: AutoencoderKLWan) -> None:
+def _channels_last_(vae: Any) -> None:
     """Lay the weights of all convolutions out channels last: a bfloat16 step takes a third less time."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     for name, parameter in vae.named_parameters():
@@ -120,7 +121,7 @@ def _channels_last_(vae: AutoencoderKLWan) -> None:
             parameter.data = parameter.data.to(memory_format=formats[parameter.ndim])
 
 
-def _loss(vae: AutoencoderKLWan, pixels: torch.Tensor, losses: dict[str, float]) -> torch.Tensor:
+def _loss(vae: Any, pixels: torch.Tensor, losses: dict[str, float]) -> torch.Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         posterior = vae.encode(pixels).latent_dist
         out = vae.decode(posterior.sample()).sample
