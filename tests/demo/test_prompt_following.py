@@ -30,12 +30,16 @@ def videos() -> list:
     )
 
 
+# Measured on 52 clips each: 0.98 or more for every word but shape (seen 0.85, held out 0.94). Seeds are
+# fixed, but arithmetic differs between machines, so each bound leaves room for clips that turn out otherwise:
+# 2 of 24 or of 12 in colour, direction and background, 4 of 24 or 3 of 12 in shape.
+@pytest.mark.parametrize("word", ["colour", "direction", "background", "shape"])
 @pytest.mark.parametrize(
-    ("word", "least"), [("colour", 0.9), ("direction", 0.9), ("background", 0.9), ("shape", 0.8)]
+    ("first", "least", "least_shape"), [(0, 0.9, 0.8), (12, 0.8, 0.75)], ids=["all", "held out"]
 )
-@pytest.mark.parametrize("kind", ["seen", "held out"])
-def test_generated_clips_follow_their_prompt(videos: list, kind: str, word: str, least: float) -> None:
-    """At least `least` of 12 clips show what was asked."""
-    share = slice(0, 12) if kind == "seen" else slice(12, 24)
-    rates = measure.following_rates(videos[share], COMBINATIONS[share])
-    assert rates[word] >= least, rates
+def test_generated_clips_follow_their_prompt(
+    videos: list, first: int, least: float, least_shape: float, word: str
+) -> None:
+    """The share of clips that show the word asked for is at least `least`, from clip `first` on."""
+    rates = measure.following_rates(videos[first:], COMBINATIONS[first:])
+    assert rates[word] >= (least_shape if word == "shape" else least), rates
