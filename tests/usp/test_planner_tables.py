@@ -21,10 +21,11 @@ def link(
 
 @dataclass(frozen=True, kw_only=True)
 class Public:
-    """A public table (PEERS.md, section 4): layouts with their times in any unit, and what it ran on.
+    """A public table: layouts with their times in any unit, and what it ran on.
 
-    `machine` has published or nominal figures; where one was inferred, `why` says from which rows. `ties` are
-    the pairs of rows closer than TIE, whose order is not asked for.
+    `machine` is one for all rows. Its rates are shares of the published peaks, set so that the row of one
+    card fits; its links are nominal classes unless `why` says from which rows a latency was inferred. `ties`
+    are the pairs of rows closer than TIE, whose order is not asked for.
     """
 
     source: str
@@ -35,7 +36,7 @@ class Public:
     ties: frozenset[frozenset[str]] = frozenset()
 
 
-TIE = 0.035  # two of the sources say that a repeat moves a row by 2-3 %
+TIE = 0.035  # no source says how far a repeat moves a row; closer pairs are taken as equal
 ONE = "one"
 
 
@@ -132,8 +133,10 @@ PUBLIC = {
             overlap=1.0,
             source="H20",
         ),
-        why="the time per message is inferred from rows ulysses2, ulysses4 and ring4: eager Python that "
-        "issues four exchanges where we issue two; ulysses8, ring8 and the mixed rows then follow",
+        why="two constants are fitted to this table: rows ulysses2, 4 and 8 imply 210, 95 and 130 us per "
+        "message, rows ring4 and 8 210 and 170 us per hop (eager Python that issues four exchanges where we "
+        "issue two); the means are used for all rows. At 25 % more, ulysses8 and ring8 lose their small lead "
+        "(7 and 9 %) over 4 cards",
         ties=frozenset({pair("ulysses4", "ring8")}),
     ),
     "diffusers-h100": Public(

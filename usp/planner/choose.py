@@ -142,7 +142,7 @@ def choice_json(choice: Choice) -> dict[str, object]:
     return {
         "chosen": None if choice.chosen is None else str(choice.chosen),
         "reason": choice.reason,
-        "one_rank_s": single_s,
+        "one_rank_s": single_s or None,  # one rank alone is not measured
         "layouts": [candidate_json(c, single_s) for c in choice.candidates],
     }
 
