@@ -124,13 +124,14 @@ def test_all_ranks_make_the_picture_of_one(made, size):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_videos_of_all_ranks_and_of_one_show_the_same(made, size):
-    """The encoder makes a level that rounds the other way into several: mean <= 1 level, none off by 32.
+    """Issue 2, "Shown by": to 1 grey level where the frames that go in are equal, as the sheets show.
 
-    The frames that go into it agree to 1 level (the sheets, which are lossless).
+    Where a level rounds the other way on some machine, the encoder makes several: mean <= 1, none 32 off.
     """
+    sheets = [(made[n].folder / "film.png").read_bytes() for n in (1, size)]
     one, many = (frames_of(made[n].folder / "film.mp4")[0].astype(int) for n in (1, size))
     assert np.abs(one - many).mean() <= 1
-    assert np.abs(one - many).max() <= 32
+    assert np.abs(one - many).max() <= (1 if sheets[0] == sheets[1] else 32)
 
 
 @SIZES
@@ -442,12 +443,12 @@ def _read(path: Path) -> str:
 
 
 def full_disk() -> None:
-    """From the first byte of the video on, this process can write no file beyond 16 KiB."""
+    """From the first byte of the video on, this process can write no file beyond 2 KiB."""
     write = usp.run.write_video
 
     def write_to_full_disk(*args: Any, **kwargs: Any) -> None:
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (16384, before[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2048, before[1]))
         try:
             write(*args, **kwargs)
         finally:

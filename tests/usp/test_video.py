@@ -54,6 +54,14 @@ def test_a_video_is_read_back_as_it_was(tmp_path, count, height, width, fps):
     assert os.listdir(tmp_path / "new") == ["a.mp4"]
 
 
+def test_the_same_frames_give_the_same_file(tmp_path):
+    """Issue 2, "Shown by": runs whose frames are equal make equal videos."""
+    frames = moving_ramp(17, 112, 112)
+    for turn in range(20):
+        write_video(frames, tmp_path / f"{turn}.mp4", fps=8)
+    assert len({(tmp_path / f"{turn}.mp4").read_bytes() for turn in range(20)}) == 1
+
+
 def test_videos_that_differ_by_a_grey_level_stay_alike(tmp_path):
     """A level in 1 of 2000 bytes, as from rounding, may become several in the mp4, and is seen nowhere."""
     frames = moving_ramp(9, 112, 112)
