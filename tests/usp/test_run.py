@@ -428,8 +428,11 @@ def test_b07_ctrl_c_on_torchrun_ends_two_ranks(tmp_path):
     words = ("--nproc-per-node", "2", "--log-dir", "logs", "--redirects", "3", "-m", "usp.run")
     command = torchrun("--standalone", "--local-addr=localhost", *words, *LONG)
     with process(command, tmp_path) as started:
-        log = rank_log(tmp_path, 0, "stderr")
-        wait_until(lambda: AMID.search(_read(log)) is not None or started.poll() is not None)
+        wait_until(
+            lambda: (
+                AMID.search(_read(rank_log(tmp_path, 0, "stderr"))) is not None or started.poll() is not None
+            )
+        )
         struck = time.time()
         started.send_signal(signal.SIGINT)
         started.wait(60)
