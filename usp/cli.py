@@ -54,6 +54,14 @@ Cache = Annotated[
         "--cache", help="First-block cache: skip below this change, e.g. 0.08.", rich_help_panel=PARALLEL
     ),
 ]
+Layouts = Annotated[
+    bool,
+    typer.Option("--layouts", help="Print all layouts; load nothing.", rich_help_panel=PARALLEL),
+]
+LinkName = Annotated[
+    str | None,
+    typer.Option("--link", help="For auto: a class or '25GB/s,20us'; measured.", rich_help_panel=PARALLEL),
+]
 Timeout = Annotated[float, typer.Option(help="Limit of one collective, seconds.", rich_help_panel=PARALLEL)]
 ModelName = Annotated[
     str | None,

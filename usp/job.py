@@ -14,6 +14,7 @@ from usp.config import CacheConfig, ParallelConfig
 from usp.demo import MODEL_DIR, unknown_words
 from usp.layout import Split
 from usp.model_folder import ModelFacts, read_model_folder
+from usp.planner import Choice, choose_for, parse_link, workload_of_folder
 from usp.tasks import Request, Task, choose_dtype, load_pipeline, model_path
 
 LOAD_LIMIT_S = 3600.0
@@ -32,7 +33,9 @@ class Job:
     facts: ModelFacts | None  # None: a hub name, not looked at yet
     model: str | None
     dtype: Any
-    words: Any  # (world_size, heads=...) -> ParallelConfig
+    asked: ParallelConfig | None  # None: auto
+    transport: str
+    link: str | None  # given instead of measured
     kernel: str
     cache: CacheConfig | None
 
@@ -42,9 +45,19 @@ class Job:
         r = self.request
         return self.facts.tokens(width=r.width, height=r.height, num_frames=r.num_frames) if self.facts else 0
 
-    def parallel(self, facts: ModelFacts) -> ParallelConfig:
-        """The degrees for a model with these heads on the ranks that are running."""
-        return self.words(self.env.world_size, heads=facts.heads)
+    def choose(self, world: World, facts: ModelFacts) -> Choice:
+        """What the planner finds for this request; measures the machine. Collective."""
+        r = self.request
+        workload = workload_of_folder(
+            facts,
+            width=r.width,
+            height=r.height,
+            num_frames=r.num_frames,
+            guidance_scale=r.guidance_scale,
+            itemsize=self.dtype.itemsize,
+        )
+        link = None if self.link is None else parse_link(self.link)
+        return choose_for(world, workload, self.dtype, transport=self.transport, link=link)
 
 
 def prepare(
@@ -55,6 +68,8 @@ def prepare(
     dtype: str,
     device: str | None,
     words: Any,
+    transport: str,
+    link: str | None,
     kernel: str,
     cache: float | None,
 ) -> Job:
@@ -71,7 +86,9 @@ def prepare(
         device, local_rank=env.local_rank, world_size=env.world_size
     )  # fmt: skip
     check_kernel(kernel, here.kind)
-    if asked.engine != "usp":
+    if link is not None:
+        parse_link(link)
+    if asked is not None and asked.engine != "usp":
         check_engine(asked.engine, ring_degree=asked.ring_degree, kernel=kernel, device_type=here.kind)
     job = Job(
         task=task,
@@ -81,7 +98,9 @@ def prepare(
         facts=facts,
         model=model,
         dtype=choose_dtype(dtype, here),
-        words=words,
+        asked=asked,
+        transport=transport,
+        link=link,
         kernel=kernel,
         cache=None if cache is None else CacheConfig(threshold=cache),
     )
@@ -94,8 +113,8 @@ def check_request(job: Job, facts: ModelFacts) -> None:
     """Raise ValueError unless this model can make this video with these degrees; warn of unknown words."""
     request = job.request
     facts.check_size(width=request.width, height=request.height, num_frames=request.num_frames)
-    config = job.parallel(facts)
-    if config.engine != "usp":
+    config = job.asked
+    if config is not None and config.engine != "usp":
         size = {"width": request.width, "height": request.height, "num_frames": request.num_frames}
         split = Split((facts.tokens(**size),), config.sp_degree, config.ulysses_degree)
         check_shares(config.engine, split, heads=facts.heads, ulysses_degree=config.ulysses_degree)
@@ -105,24 +124,31 @@ def check_request(job: Job, facts: ModelFacts) -> None:
         )
 
 
-def load(job: Job, world: World) -> tuple[Any, ModelFacts]:
-    """The pipeline on this rank, not yet parallel, and its facts. A hub name is fetched by rank 0 first."""
-    facts = job.facts
-    if facts is None:
-        from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+def find(job: Job, world: World) -> ModelFacts:
+    """The model's facts. A hub name is fetched by rank 0 first. Collective."""
+    if job.facts is not None:
+        return job.facts
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
-        fetch = partial(DiffusionPipeline.download, job.model)
-        try:
-            world.wait_for_main("download", fetch, LOAD_LIMIT_S)
-            folder = Path(fetch())
-        except OSError as error:
-            reason = str(error).splitlines()[0]
-            raise SystemExit(
-                f"model {job.model!r} is not a folder here, and it cannot be had as a hub name ({reason}); "
-                "give a diffusers folder, or check the name and the connection"
-            ) from error
-        facts = read_model_folder(folder, pipeline=job.task.pipeline)
-        check_request(job, facts)
+    fetch = partial(DiffusionPipeline.download, job.model)
+    try:
+        world.wait_for_main("download", fetch, LOAD_LIMIT_S)
+        folder = Path(fetch())
+    except OSError as error:
+        reason = str(error).splitlines()[0]
+        raise SystemExit(
+            f"model {job.model!r} is not a folder here, and it cannot be had as a hub name ({reason}); "
+            "give a diffusers folder, or check the name and the connection"
+        ) from error
+    facts = read_model_folder(folder, pipeline=job.task.pipeline)
+    check_request(job, facts)
+    return facts
+
+
+def load(job: Job, world: World) -> tuple[Any, ParallelConfig]:
+    """The pipeline on this rank, not yet parallel, and its layout, settled before any weight is read."""
+    facts = find(job, world)
+    config = job.asked or job.choose(world, facts).config
     pipeline = load_pipeline(facts, job.dtype, quiet=not world.is_main)
     world.meet("loading the model", LOAD_LIMIT_S)  # a slow disk may take longer than a collective may
-    return pipeline, facts
+    return pipeline, config

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from rich.console import Console
 
 from runtime.process_group import World, connect, ending_together
 from runtime.report import format_report
 from usp import cli
 from usp.config import choose_parallel
-from usp.job import Job, load, prepare
+from usp.job import Job, find, load, prepare
 from usp.pipeline import ParallelPipeline
+from usp.planner import choice_json, layouts_table
 from usp.randomness import check_seed
 from usp.schedulers import check_scheduler, with_scheduler
 from usp.tasks import WAN_T2V, settle
@@ -45,6 +47,8 @@ def wan_t2v(
     kernel: cli.Kernel = "auto",
     transport: cli.Transport = "auto",
     cache: cli.Cache = None,
+    layouts: cli.Layouts = False,
+    link: cli.LinkName = None,
     timeout: cli.Timeout = 600.0,
     model: cli.ModelName = None,
     dtype: cli.DtypeName = "auto",
@@ -62,10 +66,21 @@ def wan_t2v(
     request = settle(WAN_T2V, bundled=model is None, size=size, **given)
     words = partial(choose_parallel, parallel, attention, transport)
     job = prepare(
-        WAN_T2V, request, model=model, dtype=dtype, device=device, words=words, kernel=kernel, cache=cache
+        WAN_T2V,
+        request,
+        model=model,
+        dtype=dtype,
+        device=device,
+        words=words,
+        transport=transport,
+        link=link,
+        kernel=kernel,
+        cache=cache,
     )
     cli.warn_of_no_effect(request, job.env, attention=attention, kernel=kernel, transport=transport)
     with connect(job.device, env=job.env, timeout_s=timeout) as world:
+        if layouts:
+            return show_layouts(job, world)
         make_video(job, world, scheduler=scheduler, seed=seed, out=out)
 
 
@@ -73,12 +88,10 @@ def make_video(job: Job, world: World, *, scheduler: str | None, seed: int, out:
     """Load, run and write; rank 0 reports on stdout, the last line as JSON."""
     place: list[Callable[[], str]] = [lambda: "loading"]
     with ending_together(world, lambda: place[0]()):
-        plain, facts = load(job, world)
+        plain, config = load(job, world)
         if scheduler is not None:
             plain.scheduler = with_scheduler(plain.scheduler, scheduler)
-        with ParallelPipeline(
-            plain, job.parallel(facts), kernel=job.kernel, cache=job.cache, world=world
-        ) as pipeline:
+        with ParallelPipeline(plain, config, kernel=job.kernel, cache=job.cache, world=world) as pipeline:
             place[0] = lambda: pipeline.place
             pipeline.set_progress_bar_config(desc="denoise", disable=not world.is_main)
             # Only rank 0 decodes: the others would make the same frames and throw them away.
@@ -88,6 +101,14 @@ def make_video(job: Job, world: World, *, scheduler: str | None, seed: int, out:
             place[0] = lambda: "writing"
             write = partial(write_result, job, pipeline, result.frames, out)
             world.wait_for_main("writing", write, WRITE_LIMIT_S)
+
+
+def show_layouts(job: Job, world: World) -> None:
+    """Print every layout and what is predicted of it, the last line as JSON; reads no weights."""
+    with ending_together(world, lambda: "the layouts"):
+        choice = job.choose(world, find(job, world))
+        Console(width=140, markup=False, highlight=False).print(layouts_table(choice))
+        print(json.dumps(choice_json(choice)), flush=True)
 
 
 def write_result(job: Job, pipeline: ParallelPipeline, frames: Any, out: Path) -> None:

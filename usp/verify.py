@@ -83,9 +83,8 @@ def wan_t2v(
     given |= {"num_inference_steps": steps, "guidance_scale": guidance}
     request = settle(WAN_T2V, bundled=model is None, size=size, **given)
     words = partial(choose_parallel, parallel, attention, transport)
-    job = prepare(
-        WAN_T2V, request, model=model, dtype=dtype, device=device, words=words, kernel=kernel, cache=cache
-    )
+    options = {"words": words, "transport": transport, "link": None, "kernel": kernel, "cache": cache}
+    job = prepare(WAN_T2V, request, model=model, dtype=dtype, device=device, **options)
     limit = tolerance if tolerance is not None else TOLERANCES[job.dtype]
     cli.warn_of_no_effect(request, job.env, attention=attention, kernel=kernel, transport=transport)
     with connect(job.device, env=job.env, timeout_s=timeout) as world:
@@ -120,7 +119,7 @@ def verify(
     """Run the reference on rank 0, then each layout on all ranks; print the table. Returns the exit code."""
     running = ["loading"]
     with ending_together(world, lambda: running[0]):
-        plain, facts = load(job, world)
+        plain, config = load(job, world)
         plain.set_progress_bar_config(desc="verify", disable=not world.is_main)
         if scheduler is not None:
             plain.scheduler = with_scheduler(plain.scheduler, scheduler)
@@ -128,7 +127,7 @@ def verify(
         running[0] = "the one-process run"
         alone = partial(_alone, plain, job, world, seed)
         reference = _share(world, world.wait_for_main("the one-process run", alone, REFERENCE_LIMIT_S))
-        layouts = _every_layout(world.world_size) if everything else [job.parallel(facts)]
+        layouts = _every_layout(world.world_size) if everything else [config]
         found = []
         for layout in layouts:
             running[0] = f"the run on {layout}"
@@ -202,7 +201,8 @@ def _compare(world: World, parallel: str, trace: Trace, reference: Trace) -> Com
 
 
 def _print(found: list[Comparison], job: Job, *, seed: int, ranks: int, limit: float) -> None:
-    table = Table(title=f"{ranks} ranks against one process, seed {seed}, {job.dtype}, tolerance {limit:g}")
+    print(f"{ranks} ranks against one process, seed {seed}, {job.dtype}, tolerance {limit:g}")
+    table = Table()
     for column in ("parallel", "latents, worst step", "frames (0..1)", "SSIM", ""):
         table.add_column(column, justify="left" if column == "parallel" else "right")
     for c in found:

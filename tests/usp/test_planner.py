@@ -462,11 +462,13 @@ def test_the_bundled_model_is_read():
 
 
 def test_a_pipelines_defaults_fill_in():
-    """Before a call the size is the pipeline's own; one branch is counted, since guidance is not known."""
+    """What a call does not say is the pipeline's own default: size, and guidance of 5, so two branches."""
     pipeline = tiny.build("t2v")
     found = workload_of_pipeline(pipeline, pipeline.transformer, {})
     assert found.tokens == 21 * (480 // 16) * (832 // 16)
-    assert found.branches == 1
+    assert found.branches == 2
+    off = workload_of_pipeline(pipeline, pipeline.transformer, {"guidance_scale": 1.0})
+    assert off.branches == 1
     assert workload_of_pipeline(pipeline, pipeline.transformer, tiny.call("t2v", (1, 3, 7))).tokens == 21
 
 
@@ -484,7 +486,7 @@ def measured_in_ranks(hosts: int) -> Any:
         machine = measure_machine(world, replace(TINY, tokens=64), torch.float32)
     finally:
         measure_module.platform = node
-    choice = choose_for(world, TINY, torch.float32, machine=machine)
+    choice = choose(TINY, machine, world.world_size)
     return machine, choice.config, torch.equal(before, torch.get_rng_state())
 
 
