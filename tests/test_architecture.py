@@ -13,7 +13,17 @@ ALLOWED_OUTSIDE = {
     "launchers": set(),
     "runtime": {"torch", "safetensors"},
     # The demo trains and measures, the command line prints; the rest of usp is torch and diffusers.
-    "usp": {"torch", "diffusers", "transformers", "accelerate", "safetensors", "numpy", "tokenizers", "peft"}
+    "usp": {
+        "torch",
+        "diffusers",
+        "transformers",
+        "accelerate",
+        "safetensors",
+        "numpy",
+        "tokenizers",
+        "matplotlib",
+        "peft",
+    }
     | {"typer", "rich", "av", "PIL", "skimage", "yunchang", "xfuser"},
 }
 # Inside usp, a file imports only files of lower or equal level; attention, plan and cache are siblings.
