@@ -46,7 +46,8 @@ LEVELS = {
     "randomness": 6,
     "report": 6,
     "planner": 6.5,  # auto and --layouts use it, it uses the adapter
-    "planner.__main__": 9,
+    "planner.__main__": 11,
+    "planner.fit": 10.5,  # runs what the bench runs
     "pipeline": 8,
     "model_folder": 6,
     "schedulers": 6,

@@ -20,6 +20,7 @@ from runtime.device import Device
 from runtime.process_group import World, connect
 from tests import tiny
 from tests.usp.in_ranks import SEED
+from usp.bench.ideal import BlockStack
 from usp.config import AXES, ParallelConfig, parse_parallel
 from usp.demo import DEFAULTS, MODEL_DIR
 from usp.mesh import make_groups
@@ -46,7 +47,7 @@ from usp.planner import measure as measure_module
 from usp.planner.__main__ import app
 from usp.planner.choose import layouts
 from usp.planner.cost import activation_bytes, kept_bytes, sent_bytes
-from usp.planner.fit import Stack, fit, run_step
+from usp.planner.fit import fit, run_step
 from usp.planner.models import parameter_bytes
 
 TINY = Workload(
@@ -588,8 +589,8 @@ def fit_in_ranks() -> tuple[int, str]:
     out, stdout = io.StringIO(), sys.stdout
     sys.stdout = out
     try:
-        stack = Stack(layers=1, heads=3, head_dim=16, ffn_dim=64, text_tokens=4, branches=2)
-        return fit(connect(Device("cpu")), stack, (10,), rounds=1), out.getvalue()
+        stack = BlockStack(layers=1, heads=3, head_dim=16, ffn=64, text=4)
+        return fit(connect(Device("cpu")), stack, (10,), branches=2, rounds=1), out.getvalue()
     finally:
         sys.stdout = stdout
 
