@@ -39,7 +39,9 @@ LEVELS = {
     "model_folder": 6,
     "schedulers": 6,
     "video": 6,
+    "processors": 5,
     "demo": 6,
+    "demo.__main__": 9,
     "tasks": 7,
     "job": 8,
     "cli": 8,
@@ -87,8 +89,8 @@ def test_imports_go_one_way(path):
 
 
 def level(dotted: str) -> int | None:
-    part = dotted.split(".")[1] if dotted.count(".") else ""
-    return LEVELS.get(part)
+    parts = dotted.split(".")
+    return LEVELS.get(".".join(parts[1:3]), LEVELS.get(parts[1] if len(parts) > 1 else ""))
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if name_of(p).startswith("usp/")], ids=name_of)
