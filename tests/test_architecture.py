@@ -54,17 +54,18 @@ LEVELS = {
     "video": 6,
     "processors": 5,
     "demo": 6,
-    "demo.__main__": 9,
+    "demo.__main__": 10,
     "tasks": 7,
-    "job": 8,
-    "cli": 8,
+    "options": 7,
+    "job": 9,
+    "cli": 9,
     "run": 10,
     "verify": 10,
     "bench": 10,
 }
 VENDORS = {"cuda", "nccl", "npu", "hccl", "torch_npu", "musa", "mccl", "torch_musa", "xpu", "xccl", "rocm"}
 VENDOR_FILES = {"runtime/device.py", "usp/attention/kernels.py", "runtime/fused.py"}
-VENDOR_HELP = {"usp/cli.py"}  # lists the devices for --help
+VENDOR_HELP = {"usp/options.py"}  # lists the devices for --help
 INTEROP_FILES = {"usp/attention/interop.py"}  # names the wrong vendor paths that it refuses
 
 

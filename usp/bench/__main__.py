@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,16 +12,16 @@ import typer
 from runtime.device import detect_device
 from runtime.log import setup_logging
 from runtime.process_group import World, connect, ending_together, read_rank_env
-from usp import cli
+from usp import cli, options
 from usp.bench import cache as cache_bench
 from usp.bench import contenders, sheet
 from usp.bench.ideal import BlockStack, Link, measure_link
 from usp.bench.peers import check_peers, peer_contenders
 from usp.bench.rounds import Compute, Contender, Row, end, pin, run_rounds, warm_up
-from usp.config import CacheConfig, ParallelConfig, choose_parallel
+from usp.config import CacheConfig, ParallelConfig
 from usp.job import load, prepare
 from usp.mesh import make_groups
-from usp.tasks import WAN_T2V, settle
+from usp.tasks import WAN_T2V
 
 TOKENS = (512, 1024, 4096)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -59,7 +58,9 @@ Prompts = Annotated[
     list[str] | None,
     typer.Option("--prompt", help="Repeat; three of the demo's.", rich_help_panel=SHAPE),
 ]
-Plot = Annotated[Path | None, typer.Option("--plot", help="Also draw this PNG.", rich_help_panel=cli.OUTPUT)]
+Plot = Annotated[
+    Path | None, typer.Option("--plot", help="Also draw this PNG.", rich_help_panel=options.OUTPUT)
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +91,8 @@ def attention(
     rounds: Rounds = 5,
     warmup: Warmup = 2,
     strategy: Strategies = None,
-    transport: cli.Transport = "auto",
-    device: cli.DeviceName = None,
+    transport: options.Transport = "auto",
+    device: options.DeviceName = None,
 ) -> int:
     """One attention call: each rank's share in, each rank's share out."""
     torch_dtype, configs = _dtype(dtype), _configs(strategy, transport)
@@ -119,8 +120,8 @@ def transformer(
     warmup: Warmup = 2,
     strategy: Strategies = None,
     peer: Peers = None,
-    transport: cli.Transport = "auto",
-    device: cli.DeviceName = None,
+    transport: options.Transport = "auto",
+    device: options.DeviceName = None,
 ) -> int:
     """A forward of Wan blocks with random weights, whole in and whole out; peers run the same weights."""
     torch_dtype, configs = _dtype(dtype), _configs(strategy, transport)
@@ -146,14 +147,14 @@ def cache(
     threshold: Thresholds = None,
     prompt: Prompts = None,
     steps: Annotated[int, typer.Option(help="Denoising steps.", rich_help_panel=SHAPE, min=1)] = 30,
-    size: cli.Size = None,
-    frames: cli.Frames = None,
-    guidance: cli.Guidance = None,
+    size: options.Size = None,
+    frames: options.Frames = None,
+    guidance: options.Guidance = None,
     rounds: Rounds = 3,
-    parallel: cli.ParallelText = "auto",
-    model: cli.ModelName = None,
-    dtype: cli.DtypeName = "auto",
-    device: cli.DeviceName = None,
+    parallel: options.ParallelText = "auto",
+    model: options.ModelName = None,
+    dtype: options.DtypeName = "auto",
+    device: options.DeviceName = None,
     plot: Plot = None,
 ) -> int:
     """The first-block cache on a Wan pipeline: what each threshold gains, and how like the film stays."""
@@ -164,11 +165,10 @@ def cache(
     if prompt is None and model is not None:
         raise ValueError("--model was given without a prompt; say what it shall show with --prompt")
     prompts = prompt or cache_bench.PROMPTS
-    given = {"prompt": prompts[0], "num_inference_steps": steps, "num_frames": frames}
-    request = settle(WAN_T2V, bundled=model is None, size=size, guidance_scale=guidance, **given)
-    words = partial(choose_parallel, parallel, None, "auto")
-    options = {"words": words, "transport": "auto", "link": None, "kernel": "auto", "cache": None}
-    job = prepare(WAN_T2V, request, model=model, dtype=dtype, device=device, **options)
+    shape = {"size": size, "frames": frames, "steps": steps, "guidance": guidance}
+    where = {"parallel": parallel, "model": model, "dtype": dtype, "device": device}
+    job = prepare(WAN_T2V, options.JobOptions(prompt=prompts[0], **shape, **where))
+    request = job.request
     threads = pin(job.env.local_rank, job.env.local_world_size)
     with connect(job.device, env=job.env) as world, ending_together(world, lambda: "the cache bench"):
         info = sheet.surroundings(world, threads)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
@@ -13,9 +13,8 @@ from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 
 from runtime.process_group import World
 from usp.bench import sheet
-from usp.config import CacheConfig
+from usp.config import CacheConfig, ParallelConfig
 from usp.job import Job
-from usp.pipeline import ParallelPipeline
 
 THRESHOLDS = (0.02, 0.04, 0.06, 0.08, 0.12, 0.16, 0.24)
 PROMPTS = (  # of the bundled model: each shape, background and direction once
@@ -71,11 +70,10 @@ def _run(
 ) -> tuple[float, list[np.ndarray | None], list[float]]:
     """Seconds of denoising, the films where decoded, and the share of forwards skipped, by prompt."""
     cache = None if threshold is None else CacheConfig(threshold=threshold)
+    job = replace(job, cache=cache)
     seconds, films, skipped = 0.0, [], []
     arguments = job.request.call_arguments()
-    with ParallelPipeline(
-        plain, job.asked or "auto", kernel=job.kernel, cache=cache, world=world
-    ) as pipeline:
+    with job.parallel(plain, job.asked or ParallelConfig(), world) as pipeline:
         for seed, prompt in enumerate(prompts):
             shown = decode and world.is_main
             call = arguments | {"prompt": prompt, "output_type": "np" if shown else "latent"}

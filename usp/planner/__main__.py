@@ -12,7 +12,7 @@ from rich.table import Table
 from runtime.device import detect_device
 from runtime.process_group import connect, ending_together, read_rank_env
 from runtime.report import format_bytes, format_seconds
-from usp import cli
+from usp import cli, options
 from usp.bench.ideal import BlockStack
 from usp.bench.rounds import pin
 from usp.config import ParallelConfig
@@ -91,9 +91,9 @@ def simulate(
     branches: Branches = 2,
     dtype: Dtype = "bf16",
     model: Folder = None,
-    size: cli.Size = None,
-    frames: cli.Frames = None,
-    guidance: cli.Guidance = None,
+    size: options.Size = None,
+    frames: options.Frames = None,
+    guidance: options.Guidance = None,
     link: LinkName = "nvlink",
     between: Between = "roce",
     per_host: PerHost = 8,
@@ -143,7 +143,7 @@ def fit_command(
     text: Text = 128,
     branches: Branches = 2,
     rounds: Rounds = 5,
-    device: cli.DeviceName = None,
+    device: options.DeviceName = None,
 ) -> int:
     """Predict and run every layout of the ranks that torchrun started, on Wan blocks in fp32."""
     env = read_rank_env()
