@@ -29,6 +29,7 @@ ALLOWED_OUTSIDE = {
 # Inside usp, a file imports only files of lower or equal level; attention, plan and cache are siblings.
 LEVELS = {
     "config": 0,
+    "trees": 0,
     "layout": 1,
     "mesh": 2,
     "comm": 3,
@@ -39,6 +40,8 @@ LEVELS = {
     "deferred": 4,
     "cfg_parallel": 6,
     "cache": 6,
+    "redirect": 5,
+    "refusing": 5,
     "adapter": 6,
     "assembly": 7,
     "agreement": 0,
