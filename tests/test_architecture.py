@@ -24,6 +24,7 @@ LEVELS = {
     "mesh": 2,
     "comm": 3,
     "plan": 4,
+    "plan.__main__": 8,  # the command
     "plans": 5,
     "attention": 4,
     "branches": 5,
@@ -90,8 +91,8 @@ def test_imports_go_one_way(path):
 
 
 def level(dotted: str) -> int | None:
-    part = dotted.split(".")[1] if dotted.count(".") else ""
-    return LEVELS.get(part)
+    parts = dotted.split(".")[1:]
+    return LEVELS.get(".".join(parts[:2]), LEVELS.get(parts[0] if parts else ""))
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if name_of(p).startswith("usp/")], ids=name_of)

@@ -14,6 +14,7 @@ import torch
 
 from tests import tiny
 from tests.usp.in_ranks import seeded
+from usp.plans import PLANS
 
 WIDTH, TEXT_DIM, POOLED = 32, 16, 12
 HEADS = {"num_attention_heads": 4, "attention_head_dim": 8}
@@ -30,7 +31,6 @@ class Row:
     name: str
     config: dict[str, Any]
     inputs: Callable[..., Inputs]  # (grid, text, batch) and the row's own options
-    joint: bool = True  # whether text is cut too
 
     def build(self, *, seed: int = 1, **config: Any) -> Any:
         """The model."""
@@ -61,7 +61,13 @@ def text_mask(batch: int, text: int) -> torch.Tensor:
 
 
 def flux(
-    grid: Grid, text: int, batch: int = 1, *, guidance: bool = True, batched_ids: bool = False
+    grid: Grid,
+    text: int,
+    batch: int = 1,
+    *,
+    guidance: bool = True,
+    batched_ids: bool = False,
+    controlnet: bool = False,
 ) -> Inputs:
     """FLUX.1; the ids of old versions have a batch axis."""
     made: Inputs = {
@@ -76,6 +82,9 @@ def flux(
         made["guidance"] = torch.full((batch,), 3.5)
     if batched_ids:
         made["img_ids"], made["txt_ids"] = made["img_ids"][None], made["txt_ids"][None]
+    if controlnet:
+        for place, name in enumerate(("controlnet_block_samples", "controlnet_single_block_samples")):
+            made[name] = [noise(batch, count(grid), WIDTH, seed=5 + place)]
     return made
 
 
@@ -142,21 +151,29 @@ def vace(grid: Grid, text: int, batch: int = 1) -> Inputs:
     return {**wan(grid, text, batch), "control_hidden_states": control}
 
 
-def unet() -> Any:
-    """A UNet of two levels, as in Stable Diffusion 1.5."""
-    sizes = {
-        "block_out_channels": (8, 16),
-        "layers_per_block": 1,
-        "norm_num_groups": 4,
-        "attention_head_dim": 2,
+UNET: dict[str, Any] = {
+    "block_out_channels": (8, 16),
+    "layers_per_block": 1,
+    "norm_num_groups": 4,
+    "attention_head_dim": 2,
+    "cross_attention_dim": TEXT_DIM,
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    "addition_embed_type": "text_time",  # as in XL
+    "addition_time_embed_dim": 4,
+    "projection_class_embeddings_input_dim": 12 + POOLED,
+}
+
+
+def unet(grid: Grid, text: int, batch: int = 1) -> Inputs:
+    """A UNet: one timestep for the whole batch, and a dict of more."""
+    more = {"text_embeds": noise(batch, POOLED, seed=2), "time_ids": noise(batch, 3, seed=3)}
+    return {
+        "sample": noise(batch, 4, 2 * grid[1], 2 * grid[2]),
+        "timestep": torch.tensor(500.0),
+        "encoder_hidden_states": noise(batch, text, TEXT_DIM, seed=1),
+        "added_cond_kwargs": more,
     }
-    kinds = {
-        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-    }
-    return tiny.seeded(
-        partial(diffusers.UNet2DConditionModel, **sizes, **kinds, cross_attention_dim=TEXT_DIM), 1
-    )
 
 
 WAN = {
@@ -179,12 +196,11 @@ FLUX = {
 MODELS: dict[str, Row] = {
     row.name: row
     for row in (
-        Row(name="WanTransformer3DModel", config=WAN, inputs=wan, joint=False),
+        Row(name="WanTransformer3DModel", config=WAN, inputs=wan),
         Row(
             name="WanVACETransformer3DModel",
             config={**WAN, "vace_layers": [0, 2], "vace_in_channels": 6},
             inputs=vace,
-            joint=False,
         ),
         Row(
             name="FluxTransformer2DModel",
@@ -236,7 +252,8 @@ MODELS: dict[str, Row] = {
                 "axes_lens": [256, 32, 32],
             },
             inputs=z_image,
-            joint=False,
         ),
+        Row(name="UNet2DConditionModel", config=UNET, inputs=unet),
     )
 }
+SPREAD = [name for name in MODELS if PLANS[name].attentions]  # those whose sequence is spread over ranks
