@@ -151,6 +151,48 @@ def vace(grid: Grid, text: int, batch: int = 1) -> Inputs:
     return {**wan(grid, text, batch), "control_hidden_states": control}
 
 
+def hunyuan(grid: Grid, text: int, batch: int = 1) -> Inputs:
+    """HunyuanVideo; its mask of the text is always there."""
+    frames, rows, columns = grid
+    return {
+        "hidden_states": noise(batch, 4, frames, 2 * rows, 2 * columns),
+        "timestep": torch.linspace(900.0, 300.0, batch),
+        "encoder_hidden_states": noise(batch, text, TEXT_DIM, seed=1),
+        "encoder_attention_mask": text_mask(batch, text).long(),
+        "pooled_projections": noise(batch, POOLED, seed=2),
+        "guidance": torch.full((batch,), 3.5),
+    }
+
+
+def cogvideox(grid: Grid, text: int, batch: int = 1) -> Inputs:
+    """CogVideoX; the pipeline makes its rope."""
+    frames, rows, columns = grid
+    angles = ids(grid) @ torch.linspace(0.1, 1.0, 3 * 8).reshape(3, 8)
+    return {
+        "hidden_states": noise(batch, frames, 4, 2 * rows, 2 * columns),
+        "encoder_hidden_states": noise(batch, text, TEXT_DIM, seed=1),
+        "timestep": torch.linspace(900.0, 300.0, batch),
+        "image_rotary_emb": (angles.cos(), angles.sin()),
+    }
+
+
+def ltx(grid: Grid, text: int, batch: int = 1, *, per_token: bool = False) -> Inputs:
+    """LTX-Video; with an image each token has its timestep."""
+    frames, rows, columns = grid
+    timestep = torch.linspace(900.0, 300.0, batch)
+    if per_token:
+        timestep = timestep[:, None] * torch.linspace(0.0, 1.0, count(grid))
+    return {
+        "hidden_states": noise(batch, count(grid), 4),
+        "encoder_hidden_states": noise(batch, text, TEXT_DIM, seed=1),
+        "timestep": timestep,
+        "encoder_attention_mask": text_mask(batch, text).long(),
+        "num_frames": frames,
+        "height": rows,
+        "width": columns,
+    }
+
+
 UNET: dict[str, Any] = {
     "block_out_channels": (8, 16),
     "layers_per_block": 1,
@@ -252,6 +294,46 @@ MODELS: dict[str, Row] = {
                 "axes_lens": [256, 32, 32],
             },
             inputs=z_image,
+        ),
+        Row(
+            name="HunyuanVideoTransformer3DModel",
+            config={
+                **HEADS,
+                "in_channels": 4,
+                "out_channels": 4,
+                "num_layers": 2,
+                "num_single_layers": 2,
+                "num_refiner_layers": 1,
+                "text_embed_dim": TEXT_DIM,
+                "pooled_projection_dim": POOLED,
+                "rope_axes_dim": ROPE,
+            },
+            inputs=hunyuan,
+        ),
+        Row(
+            name="CogVideoXTransformer3DModel",
+            config={
+                **HEADS,
+                "in_channels": 4,
+                "out_channels": 4,
+                "time_embed_dim": 16,
+                "text_embed_dim": TEXT_DIM,
+                "num_layers": 3,
+                "use_rotary_positional_embeddings": True,
+            },
+            inputs=cogvideox,
+        ),
+        Row(
+            name="LTXVideoTransformer3DModel",
+            config={
+                **HEADS,
+                "in_channels": 4,
+                "out_channels": 4,
+                "cross_attention_dim": WIDTH,
+                "num_layers": 3,
+                "caption_channels": TEXT_DIM,
+            },
+            inputs=ltx,
         ),
         Row(name="UNet2DConditionModel", config=UNET, inputs=unet),
     )

@@ -35,6 +35,12 @@ FORMS: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
         ({"dual_attention_layers": (0, 1), "qk_norm": "rms_norm"}, {}),
         ({}, {"skip_layers": [0, 2]}),
     ],
+    "HunyuanVideoTransformer3DModel": [
+        ({}, {"batch": 2}),
+        ({"image_condition_type": "token_replace"}, {"grid": (3, 1, 4)}),
+        ({"image_condition_type": "token_replace"}, {"grid": (1, 1, 2), "batch": 2}),
+    ],
+    "LTXVideoTransformer3DModel": [({}, {"per_token": True, "batch": 2})],
     "ZImageTransformer2DModel": [({}, {"batch": 2, "ragged": True})],
 }
 
