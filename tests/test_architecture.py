@@ -34,6 +34,7 @@ LEVELS = {
     "mesh": 2,
     "comm": 3,
     "plan": 4,
+    "plan.__main__": 8,  # the command
     "plans": 5,
     "attention": 4,
     "branches": 5,
