@@ -60,12 +60,12 @@ def describe_call(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe_scheduler(pipeline: Any) -> Any:
-    """The class and settings of a pipeline's scheduler, or None."""
+    """The class and settings of a pipeline's scheduler, and the shift that was set on it since; or None."""
     scheduler: Any = getattr(pipeline, "scheduler", None)
     if not hasattr(scheduler, "config"):
         return None
     settings = {name: value for name, value in scheduler.config.items() if not name.startswith("_")}
-    return type(scheduler).__name__, _describe(settings)
+    return type(scheduler).__name__, _describe(settings), _describe(vars(scheduler).get("_shift"))
 
 
 def _describe(value: Any) -> Any:

@@ -22,6 +22,7 @@ from usp.mesh import make_groups
 from usp.plans import PLANS, plan_for
 from usp.randomness import agree_generator, same_default_rng
 from usp.report import CallReport, Stopwatch, collect_report
+from usp.schedulers import check_pipeline, scheduler_kept, with_flow_settings
 
 logger = get_logger(__name__)
 
@@ -107,6 +108,7 @@ class ParallelPipeline:
         arguments = self._bind(args, kwargs)
         self.world.agree(describe_call(arguments), "the call's arguments")
         self.world.agree(describe_scheduler(self.pipeline), "the scheduler's configuration")
+        check_pipeline(self.pipeline)
         self._agree_on_weights()
         generator, used_seed = agree_generator(self.world, arguments.get("generator"), seed)
         arguments["generator"] = generator
@@ -117,7 +119,11 @@ class ParallelPipeline:
         self.world.device.reset_memory_peak()
         assembly.begin_call(is_last_step=self._is_last_step)
         try:
-            with same_default_rng(self.world), _one_progress_bar(self.pipeline, self.world.is_main):
+            with (
+                same_default_rng(self.world, generator),
+                scheduler_kept(self.pipeline),
+                _one_progress_bar(self.pipeline, self.world.is_main),
+            ):
                 result = _with_values(self.pipeline(**arguments))
         except BaseException as error:
             assembly.abandon()
@@ -194,6 +200,7 @@ class ParallelPipeline:
                 f"{name} is spread over ranks; close() this ParallelPipeline before you replace it"
             )
         else:
+            value = with_flow_settings(self.pipeline, value) if name == "scheduler" else value
             setattr(self.pipeline, name, value)
 
     def __repr__(self) -> str:
