@@ -38,6 +38,8 @@ LEVELS = {
     "pipeline": 8,
     "model_folder": 6,
     "schedulers": 6,
+    "lora": 6,
+    "lora_keys": 5,
     "video": 6,
     "demo": 6,
     "tasks": 7,

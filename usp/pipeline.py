@@ -18,6 +18,7 @@ from usp.attention.kernels import check_kernel
 from usp.config import CacheConfig, ParallelConfig, resolve_parallel
 from usp.deferred import concrete
 from usp.joining import default_group, join, move_pipeline, ranks_running
+from usp.lora import load_lora, strengths_kept
 from usp.mesh import make_groups
 from usp.plans import PLANS, plan_for
 from usp.randomness import agree_generator, same_default_rng
@@ -122,6 +123,7 @@ class ParallelPipeline:
             with (
                 same_default_rng(self.world, generator),
                 scheduler_kept(self.pipeline),
+                strengths_kept(self.pipeline),
                 _one_progress_bar(self.pipeline, self.world.is_main),
             ):
                 result = _with_values(self.pipeline(**arguments))
@@ -182,6 +184,8 @@ class ParallelPipeline:
             raise AttributeError(name)
         pipeline = self.__dict__["pipeline"]
         value = getattr(pipeline, name)
+        if name == "load_lora_weights" and self._assembly is not None:
+            return functools.partial(load_lora, pipeline, self.world)
         if not inspect.ismethod(value) or value.__self__ is not pipeline:
             return value
 
