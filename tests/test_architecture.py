@@ -55,6 +55,8 @@ LEVELS = {
     "pipeline": 8,
     "model_folder": 6,
     "schedulers": 6,
+    "lora": 6,
+    "lora_keys": 5,
     "video": 6,
     "processors": 5,
     "demo": 6,
