@@ -36,7 +36,8 @@ TEMPLATES = (
     "Describe the video by detailing the following aspects: 1. The main content and theme of the video.2. "
     "The color, shape, size, texture, quantity, text, and spatial relationships of the objects.3. Actions, "
     "events, behaviors temporal relationships, physical movement changes of the objects.4. background "
-    "environment, light, style and atmosphere.5. camera angles, movements, and transitions used in the video:",
+    "environment, light, style and atmosphere.5. camera angles, movements, and transitions used in the "
+    "video:",
     "You are an AI that reasons about image descriptions. You give structured responses focusing on object "
     "relationships, object\nattribution and actions without speculation.",
 )
