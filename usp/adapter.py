@@ -2,25 +2,38 @@
 
 No forward, processor or class is replaced, so adapters, offload hooks, processors and arguments that a model
 gains later keep working. While a module that the plan names runs, a scoped `TorchFunctionMode` hands its
-`scaled_dot_product_attention` to the strategy; other modules and other models do not see it.
+`scaled_dot_product_attention` to the strategy (`usp.redirect`); other modules and other models do not see it.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from usp import comm
 from usp.attention import SequenceAttention
-from usp.layout import Split, split_sizes
-from usp.mesh import Group
-from usp.plan import GatherOutput, ShardPlan, SharedAttention, SplitInput, SplitOutput
+from usp.layout import offsets, split_sizes
+from usp.plan import (
+    Blocks,
+    GatherOutput,
+    Held,
+    ShardPlan,
+    SharedAttention,
+    SplitCount,
+    SplitInput,
+    SplitMask,
+    SplitOutput,
+)
+from usp.redirect import Redirect, own_share
+from usp.refusing import refuse
+from usp.trees import map_tensors, tensors_in
+
+Entry = SplitInput | SplitOutput | SplitCount | GatherOutput | SharedAttention
 
 
 def sharded(model: nn.Module, plan: ShardPlan, attention: SequenceAttention) -> "Sharded":
@@ -52,17 +65,19 @@ class Sharded:
         self._attention = attention
         self._group = attention.groups.sp
         self._lengths: dict[str, int] = {}  # whole length of each stream in the forward at hand
-        self._running: dict[str, _Redirect] = {}
+        self._masks: dict[str, torch.Tensor] = {}  # whole key mask of each stream that has one, (B, S)
+        self._running: dict[str, Redirect] = {}
         self.tokens_here = 0  # this rank's tokens in the last forward
         self.tokens_total = 0
-        self._targets = [_Target(entry, name, module) for entry, name, module in self._match()]
+        self._targets = [_Target(entry, name, module) for entry, name, module in matches(model, plan)]
         self.attention_modules = sum(isinstance(t.entry, SharedAttention) for t in self._targets)
-        self._handles = [model.register_forward_pre_hook(self._begin, prepend=True)]
+        self._handles = [model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)]
         for target in self._targets:
             target.handles = self._attach(target.entry, target.name, target.module)
-        for name, block in _matching(model, f"{plan.blocks}.*"):
-            check = self._check_block(name, block)
-            self._handles.append(block.register_forward_pre_hook(check, with_kwargs=True))
+        for blocks in plan.blocks:
+            for name, block in matching(model, f"{blocks.modules}.*"):
+                check = self._check_block(blocks, name, block)
+                self._handles.append(block.register_forward_pre_hook(check, with_kwargs=True))
 
     def close(self) -> None:
         """Give the model back as it was. May be called again."""
@@ -87,35 +102,13 @@ class Sharded:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _match(self) -> list[tuple[Any, str, nn.Module]]:
-        """Every (entry, module name, module) of the plan. Raises ValueError if an entry matches nothing."""
-        found = []
-        for entry in (*self.plan.splits, *self.plan.gathers, *self.plan.attentions):
-            pattern = entry.modules if isinstance(entry, SharedAttention) else entry.module
-            modules = _matching(self.model, pattern)
-            if not modules:
-                raise ValueError(
-                    f"the plan for {self.plan.model} names module {pattern!r}, which this "
-                    f"{type(self.model).__name__} does not have; the installed version differs from the one "
-                    "the plan is for"
-                )
-            for name, module in modules:
-                if (
-                    isinstance(entry, SplitInput)
-                    and entry.argument not in inspect.signature(module.forward).parameters
-                ):
-                    raise ValueError(
-                        f"the plan for {self.plan.model} splits argument {entry.argument!r} of "
-                        f"{name or 'the model'}, which takes "
-                        f"{', '.join(inspect.signature(module.forward).parameters)}"
-                    )
-                found.append((entry, name, module))
-        return found
-
     def _attach(self, entry: Any, name: str, module: nn.Module) -> list[Any]:
         """Put one entry's hooks on a module; returns their handles."""
         if isinstance(entry, SplitInput):
             hook = self._split_input(entry, inspect.signature(module.forward))
+            return [module.register_forward_pre_hook(hook, with_kwargs=True)]
+        if isinstance(entry, SplitCount):
+            hook = self._split_count(entry, inspect.signature(module.forward))
             return [module.register_forward_pre_hook(hook, with_kwargs=True)]
         if isinstance(entry, SplitOutput):
             return [module.register_forward_hook(self._split_output(entry, name))]
@@ -126,9 +119,12 @@ class Sharded:
             module.register_forward_hook(self._leave_attention(name), always_call=True),
         ]
 
-    def _begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.abandon()
         self._lengths.clear()
+        self._masks.clear()
+        if self.plan.refused:
+            refuse(self.plan, inspect.signature(module.forward).bind(*args, **kwargs))
         for target in self._targets:  # an adapter may have wrapped a module since
             current = self.model.get_submodule(target.name)
             if current is not target.module:
@@ -139,6 +135,11 @@ class Sharded:
 
     def sizes(self, stream: str) -> tuple[int, ...]:
         """Tokens of a stream on each rank of the sequence, in the forward at hand."""
+        if stream not in self._lengths:
+            raise RuntimeError(
+                f"nothing of stream {stream!r} was cut in this forward of {type(self.model).__name__}; the "
+                f"plan for {self.plan.model} must split it before its first use"
+            )
         return split_sizes(self._lengths[stream], self._group.size)
 
     def share_of(self, stream: str) -> int:
@@ -153,28 +154,50 @@ class Sharded:
                 f"{entry} got {tensor.shape[entry.dim]} tokens where stream {entry.stream!r} has {length}; "
                 "all tensors of a stream must have one length"
             )
-        return _own_share(tensor, entry.dim, self.sizes(entry.stream), self._group)
+        return own_share(tensor, entry.dim, self.sizes(entry.stream), self._group)
 
     def _split_input(self, entry: SplitInput, signature: inspect.Signature) -> Callable[..., Any]:
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            return self._share(tensor, entry) if tensor.ndim == entry.ndim else tensor
+
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             bound = signature.bind(*args, **kwargs)
             value = bound.arguments.get(entry.argument)
-            if not isinstance(value, torch.Tensor) or value.ndim != entry.ndim:
+            if value is None:
                 return None
-            bound.arguments[entry.argument] = self._share(value, entry)
+            if isinstance(entry, SplitMask):
+                self._masks[entry.stream] = value
+            bound.arguments[entry.argument] = map_tensors(cut, value)
+            return bound.args, bound.kwargs
+
+        return hook
+
+    def _split_count(self, entry: SplitCount, signature: inspect.Signature) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            count = bound.arguments.get(entry.argument)
+            if count is None:
+                return None
+            sizes = self.sizes(entry.stream)
+            here = count - offsets(sizes)[self._group.rank]
+            bound.arguments[entry.argument] = min(max(here, 0), sizes[self._group.rank])
             return bound.args, bound.kwargs
 
         return hook
 
     def _split_output(self, entry: SplitOutput, name: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            if not isinstance(output, tuple) or not isinstance(output[entry.index], torch.Tensor):
-                raise ValueError(
-                    f"{entry}: {name} gave {type(output).__name__}, not a tuple with a tensor there"
-                )
-            if output[entry.index].ndim != entry.ndim:
+            tensor = output
+            if entry.index is not None:
+                tensor = output[entry.index] if isinstance(output, tuple) else None
+            if not isinstance(tensor, torch.Tensor):
+                expected = "a tensor" if entry.index is None else "a tuple with a tensor there"
+                raise ValueError(f"{entry}: {name} gave {type(output).__name__}, not {expected}")
+            if tensor.ndim != entry.ndim:
                 return None
-            share = self._share(output[entry.index], entry)
+            share = self._share(tensor, entry)
+            if entry.index is None:
+                return share
             return (*output[: entry.index], share, *output[entry.index + 1 :])
 
         return hook
@@ -189,13 +212,26 @@ class Sharded:
 
     def _enter_attention(self, entry: SharedAttention, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            split = self._attention.split(tuple(self._lengths[s] for s in entry.streams))
             shares = [self.sizes(s)[self._group.rank] for s in entry.streams]
+            split = self._attention.split(tuple(self._lengths[s] for s in entry.streams))
             self.tokens_here, self.tokens_total = sum(shares), split.total
-            self._running[name] = _Redirect(self._attention, split, shares, name)
+            known = any(stream in self._masks for stream in entry.streams)
+            key_mask = partial(self._key_mask, entry.streams) if known else None
+            self._running[name] = Redirect(self._attention, split, shares, name, key_mask)
             self._running[name].__enter__()
 
         return hook
+
+    def _key_mask(self, streams: tuple[str, ...]) -> torch.Tensor:
+        """The mask of all ranks' keys of these streams, (B, S); alike on all ranks."""
+        found = next(self._masks[stream] for stream in streams if stream in self._masks)
+        parts = [
+            self._masks[stream].bool()
+            if stream in self._masks
+            else found.new_ones(found.shape[0], self._lengths[stream], dtype=torch.bool)
+            for stream in streams
+        ]
+        return torch.cat(parts, dim=1)
 
     def _leave_attention(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -211,118 +247,82 @@ class Sharded:
 
         return hook
 
-    def _check_block(self, name: str, block: nn.Module) -> Callable[..., None]:
+    def _check_block(self, blocks: Blocks, name: str, block: nn.Module) -> Callable[..., None]:
         signature = inspect.signature(block.forward)
-        exempt = {(entry.argument, entry.ndim) for entry in self.plan.replicated}
+        known = {(entry.argument, entry.ndim) for entry in (*blocks.whole, *blocks.held)}
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            whole = {n for n, size in self._lengths.items() if size > 1 and self._group.size > 1}
-            if not whole:
-                return
-            for argument, value in signature.bind(*args, **kwargs).arguments.items():
-                for tensor in _tensors(value):
-                    if (argument, tensor.ndim) in exempt:
-                        continue
-                    for stream in whole:
-                        if tensor.ndim > 1 and tensor.shape[1] == self._lengths[stream]:
-                            raise ValueError(
-                                f"{name} got {argument!r} of shape {tuple(tensor.shape)} with an uncut axis "
-                                f"of {self._lengths[stream]} {stream}; the plan for {self.plan.model} must "
-                                "split it or list it as replicated"
-                            )
+            arguments = signature.bind(*args, **kwargs).arguments
+            for held in blocks.held:
+                self._check_held(name, held, arguments.get(held.argument))
+            for argument, value in arguments.items():
+                for tensor in tensors_in(value):
+                    if (argument, tensor.ndim) not in known:
+                        self._check_unknown(name, argument, tensor)
 
         return hook
 
+    def _check_held(self, name: str, held: Held, value: Any) -> None:
+        """Raise ValueError unless what a block was given is this rank's share."""
+        if isinstance(value, (tuple, list)) and held.index is not None:
+            value = value[held.index]
+        expected = sum(max(1, self.share_of(stream)) for stream in held.streams)
+        for tensor in tensors_in(value):
+            if tensor.ndim == held.ndim and tensor.shape[held.dim] != expected:
+                raise ValueError(
+                    f"{name} got {held.argument!r} of shape {tuple(tensor.shape)}, where this rank's share "
+                    f"of {' and '.join(held.streams)} is {expected} along dim {held.dim}; the plan for "
+                    f"{self.plan.model} must split it before"
+                )
 
-class _Redirect(TorchFunctionMode):
-    """Hands `scaled_dot_product_attention` to the strategy while one attention module runs."""
-
-    def __init__(self, attention: SequenceAttention, split: Split, shares: Sequence[int], name: str) -> None:
-        super().__init__()
-        self._attention, self._split, self._shares, self._name = attention, split, shares, name
-        self.calls = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        self.calls += 1
-        return self._attend(*args, **(kwargs or {}))
-
-    def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        """scaled_dot_product_attention over the tokens of all ranks; (B, H, S, D) in and out."""
-        if is_causal or dropout_p:
-            raise ValueError(
-                f"{self._name} asks for is_causal={is_causal}, dropout_p={dropout_p}; attention over ranks "
-                "is neither causal nor random; call the model in eval mode"
-            )
-        if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-            raise RuntimeError(
-                f"{self._name} records gradients; attention over ranks is for inference only; call the model "
-                "under torch.no_grad()"
-            )
-        present = [
-            max(1, share) for share in self._shares
-        ]  # an empty share is carried by one token (`_own_share`)
-        if any(t.shape[2] != sum(present) for t in (query, key, value)):
-            raise ValueError(
-                f"{self._name} attends from {query.shape[2]} to {key.shape[2]} tokens, this rank's share is "
-                f"{sum(present)}; the plan names it as self-attention over the split tokens"
-            )
-        padded = present != self._shares
-        q, k, v = (_drop_padding(t.transpose(1, 2), present, self._shares) for t in (query, key, value))
-        out = self._attention(q, k, v, split=self._split, mask=attn_mask, scale=scale)
-        if padded:
-            out = _restore_padding(out, present, self._shares)
-        return out.transpose(1, 2)
+    def _check_unknown(self, name: str, argument: str, tensor: torch.Tensor) -> None:
+        """Raise ValueError if a tensor that the plan does not know has an axis as long as a whole stream."""
+        whole = {s: n for s, n in self._lengths.items() if n > 1 and self._group.size > 1}
+        for stream, length in whole.items():
+            if tensor.ndim > 1 and tensor.shape[1] == length:
+                raise ValueError(
+                    f"{name} got {argument!r} of shape {tuple(tensor.shape)} with an uncut axis of {length} "
+                    f"{stream}; the plan for {self.plan.model} must split it, or list it as whole"
+                )
 
 
-def _own_share(tensor: torch.Tensor, dim: int, sizes: Sequence[int], group: Group) -> torch.Tensor:
-    """This rank's share; an empty one is carried by a copy of the first token, which no other rank ever sees.
+def matches(model: nn.Module, plan: ShardPlan) -> list[tuple[Entry, str, nn.Module]]:
+    """Every entry of the plan with each module that it names: (entry, the module's name, the module).
 
-    Models and vendor operators need not cope with empty tensors; the token is dropped before attention and
-    gather.
+    Raises ValueError if an entry that must match names no module, or an argument that is not there.
     """
-    if sizes[group.rank] == 0:
-        return tensor.narrow(dim, 0, 1).contiguous()
-    return comm.split(tensor, dim=dim, sizes=sizes, group=group)
+    found = []
+    for entry in (*plan.splits, *plan.gathers, *plan.attentions):
+        pattern = entry.modules if isinstance(entry, SharedAttention) else entry.module
+        modules = matching(model, pattern)
+        if not modules and not getattr(entry, "optional", False):
+            raise ValueError(
+                f"the plan for {plan.model} names module {pattern!r}, which this {type(model).__name__} does "
+                "not have; the installed version differs from the one the plan is for"
+            )
+        for name, module in modules:
+            takes = inspect.signature(module.forward).parameters
+            if isinstance(entry, SplitCount) and entry.argument not in takes:
+                continue
+            if isinstance(entry, SplitInput) and entry.argument not in takes:
+                raise ValueError(
+                    f"the plan for {plan.model} splits argument {entry.argument!r} of {name or 'the model'}, "
+                    f"which takes {', '.join(takes)}"
+                )
+            found.append((entry, name, module))
+    return found
 
 
-def _drop_padding(tensor_BSHD: torch.Tensor, present: Sequence[int], shares: Sequence[int]) -> torch.Tensor:
-    if list(present) == list(shares):
-        return tensor_BSHD
-    pieces = tensor_BSHD.split(list(present), dim=1)
-    return torch.cat([p[:, :share] for p, share in zip(pieces, shares, strict=True)], dim=1)
-
-
-def _restore_padding(out_BSHD: torch.Tensor, present: Sequence[int], shares: Sequence[int]) -> torch.Tensor:
-    pieces = out_BSHD.split(list(shares), dim=1)
-    return torch.cat(
-        [F.pad(p, (0, 0, 0, 0, 0, n - p.shape[1])) for p, n in zip(pieces, present, strict=True)], dim=1
-    )
-
-
-def _matching(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
+def matching(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
+    """The modules that a plan's pattern names."""
+    modules = dict(model.named_modules())
     parts = pattern.split(".")
+    for place, part in enumerate(parts):
+        if part == "-1":
+            siblings = modules.get(".".join(parts[:place]), nn.ModuleList())
+            parts[place] = str(len(list(siblings.children())) - 1)
     return [
         (name, module)
-        for name, module in model.named_modules()
+        for name, module in modules.items()
         if len(name.split(".")) == len(parts) and all(map(fnmatchcase, name.split("."), parts))
     ]
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return []

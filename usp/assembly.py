@@ -17,7 +17,7 @@ from usp.cache import FirstBlockCache, cached
 from usp.cfg_parallel import BranchExchange, CfgParallel
 from usp.config import CacheConfig, ParallelConfig
 from usp.mesh import Groups
-from usp.plans import plan_for
+from usp.plans import check_sequence, head_dim_of, heads_of, plan_for
 
 logger = get_logger(__name__)
 
@@ -109,14 +109,14 @@ class Assembly:
         rows = []
         world_size = self.config.world_size
         for name, one in self.applied.items():
-            plan = plan_for(one.model)
-            heads, dim = (one.model.config[c] for c in (plan.head_config, plan.head_dim_config))
+            heads = heads_of(one.model)
             size = sum(p.numel() * p.element_size() for p in one.model.parameters())
             copies = f", weights replicated x{world_size}" if world_size > 1 else ""
             patched = f", {one.shard.attention_modules} attention modules over ranks" if one.shard else ""
-            what = f"{type(one.model).__name__}, {format_bytes(size)}{copies}, {heads} heads{patched}"
+            counted = "" if heads is None else f", {heads} heads"
+            what = f"{type(one.model).__name__}, {format_bytes(size)}{copies}{counted}{patched}"
             rows.append((name, what))
-            if heads < self.config.ulysses_degree:
+            if heads is not None and heads < self.config.ulysses_degree:
                 idle = self.config.ulysses_degree - heads
                 logger.warning(
                     "ulysses_degree=%d with %d heads: %d ranks have no attention to compute; ring or "
@@ -126,7 +126,7 @@ class Assembly:
                     idle,
                 )
             if one.shard:
-                kernel = self.attention.chosen_kernel(one.model.dtype, dim, device)
+                kernel = self.attention.chosen_kernel(one.model.dtype, head_dim_of(one.model), device)
                 rows.append(("kernel", kernel))
             if one.cache:
                 rows.append(("cache", str(one.cache.config)))
@@ -162,10 +162,11 @@ def assemble(
 def _apply(one: Applied, made: Assembly, cache: CacheConfig | None, strict: bool) -> None:
     """The plan first, then what works on whole forwards of blocks and of the model."""
     plan = plan_for(one.model)
+    check_sequence(one.model, made.config.sp_degree)
     if made.config.sp_degree > 1:
         one.shard = sharded(one.model, plan, made.attention)
     if cache is not None or made.exchange is not None:
-        one.branches = Branches(one.model)
+        one.branches = Branches(one.model, plan.told_apart_by)
     if cache is not None and one.branches is not None:
         share_of = one.shard.share_of if one.shard else None
         one.cache = cached(

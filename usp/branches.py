@@ -1,6 +1,7 @@
 """Which guidance branch a forward belongs to: the name that the pipeline gives to the model's
 `cache_context`."""
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,25 +12,43 @@ from torch import nn
 class Branches:
     """Watches one model's `cache_context`; `current` is the branch at hand, "" outside of any.
 
-    The model's own context is entered as before. `close()` takes the watch off again.
+    The values of the arguments `told_apart_by`, where a forward has them, are part of the name. The model's
+    own context is entered as before. `close()` takes the watch off again.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.current = ""
-        self._model = model
+    def __init__(self, model: nn.Module, told_apart_by: tuple[str, ...] = ()) -> None:
+        self._model, self._told_apart_by = model, told_apart_by
+        self._context = self._arguments = ""
         self._watched = hasattr(model, "cache_context")
         if self._watched:
             model.cache_context = self._wrap(model.cache_context)  # type: ignore[assignment]
+        self._handles = []
+        if told_apart_by:
+            look = self._look(inspect.signature(model.forward))
+            self._handles.append(model.register_forward_pre_hook(look, prepend=True, with_kwargs=True))
+
+    @property
+    def current(self) -> str:
+        """The branch of the forward at hand."""
+        return f"{self._context} {self._arguments}".strip()
+
+    def _look(self, signature: inspect.Signature) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = signature.bind(*args, **kwargs).arguments
+            values = [(n, given[n]) for n in self._told_apart_by if given.get(n) is not None]
+            self._arguments = " ".join(f"{name}={value}" for name, value in values)
+
+        return hook
 
     def _wrap(self, original: Any) -> Any:
         @contextmanager
         def cache_context(name: str, **where: Any) -> Iterator[None]:
-            previous, self.current = self.current, name
+            previous, self._context = self._context, name
             try:
                 with original(name, **where):
                     yield
             finally:
-                self.current = previous
+                self._context = previous
 
         return cache_context
 
@@ -38,3 +57,6 @@ class Branches:
         if self._watched:
             del self._model.cache_context
             self._watched = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()

@@ -1,8 +1,9 @@
 """First-block cache: a forward whose first block changes little reuses the other blocks' work.
 
 The first block runs in every forward. If its residual (output - input) has changed little since the last
-computed forward, the other blocks are left out, and what they added then is added again. Applied from outside
-to the blocks that a plan names; the ranks that share a forward decide together. Off unless asked for.
+computed forward, the other blocks are left out, and what they added then is added again, to each stream.
+Applied from outside to the lists of blocks that a plan names, one after another; the ranks that share a
+forward decide together. Off unless asked for.
 
 Source: ParaAttention's first-block cache, after TeaCache (arXiv 2411.19108).
 """
@@ -11,7 +12,7 @@ import functools
 import inspect
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
@@ -25,11 +26,12 @@ from usp.branches import Branches
 from usp.comm import agree_sums
 from usp.config import CacheConfig
 from usp.mesh import Group
-from usp.plan import ShardPlan, SplitInput
+from usp.plan import Blocks, ShardPlan
 
-DECIDES = "hidden_states"  # the block argument whose residual is compared: the picture's tokens, (B, S, D)
+DECIDES = "tokens"  # the stream whose residual is compared: the picture's, (B, S, D)
 
 Result = torch.Tensor | tuple[torch.Tensor | None, ...]  # what a block returns
+Streams = Mapping[str, torch.Tensor | None]  # the same, by stream; a last block may drop the text
 
 
 @dataclass(frozen=True)
@@ -65,18 +67,16 @@ def cached(
     group: Group,
     branches: Branches,
     share_of: Callable[[str], int] | None = None,
-    outputs: Sequence[str] = (DECIDES,),
 ) -> "FirstBlockCache":
     """A cache on the blocks that `plan` names, which works between its `begin_call` and `end_call`, until
     closed.
 
     `group` has the ranks that share a forward. `share_of` gives this rank's true token count of a stream
-    (`Sharded.share_of`); None if this rank holds all tokens. `outputs` has, for each element of a block's
-    result, the name of the argument that it continues. Holds, per token held here and branch, twice the
-    hidden width in the hidden states' dtype: 20 KiB for Wan 14B in bf16.
-    Raises ValueError, before anything is changed, if the model does not fit.
+    (`Sharded.share_of`); None if this rank holds all tokens. Holds, per token held here and branch, twice the
+    hidden width in the hidden states' dtype: 20 KiB for Wan 14B in bf16. Raises ValueError, before anything
+    is changed, if the model does not fit.
     """
-    return FirstBlockCache(model, plan, config, group, branches, share_of, tuple(outputs))
+    return FirstBlockCache(model, plan, config, group, branches, share_of)
 
 
 @dataclass
@@ -84,7 +84,7 @@ class _State:
     """One branch's last computed forward, and its decisions so far."""
 
     residual: torch.Tensor | None = None  # of the first block
-    rest: Result | None = None  # what the other blocks added
+    rest: Streams | None = None  # what the other blocks added
     streak: int = 0
     skipped: list[bool] = field(default_factory=list)
     changes: list[float] = field(default_factory=list)
@@ -95,9 +95,10 @@ class _Forward:
     """The forward at hand, from the end of the first block to the end of the last."""
 
     state: _State
-    first: Result  # what the first block returned
+    first: Streams  # what the first block returned
+    shown: dict[str, Result]  # the same, as a block of each list returns it
     residual: torch.Tensor
-    result: Result  # when skipped, what the last block is to return; else a copy of `first`
+    result: Streams  # when skipped, what the last block is to return; else a copy of `first`
     skipped: bool
 
 
@@ -112,21 +113,20 @@ class FirstBlockCache:
         group: Group,
         branches: Branches,
         share_of: Callable[[str], int] | None,
-        outputs: tuple[str, ...],
     ) -> None:
         self.config = config
-        self._group, self._branches, self._outputs = group, branches, outputs
-        self._share_of = share_of
-        self._stream = _stream(plan) if share_of is not None else ""
+        self._group, self._branches, self._share_of = group, branches, share_of
         self._in_call = False
         self._is_last: Callable[[int], bool] | None = None
         self._states: dict[str, _State] = {}
         self._marks: list[tuple[float, bool]] = []  # when each decision of the call was taken, and which
         self._now: _Forward | None = None
         first, *middle, last = _blocks(model, plan)
-        self._restore = [_set_forward(first, self._around_first(first.forward))]
-        self._restore += [_set_forward(block, self._around_middle(block.forward)) for block in middle]
-        self._restore.append(_set_forward(last, self._around_last(last.forward)))
+        around = [(first, self._around_first), *((one, self._around_middle) for one in middle)]
+        around.append((last, self._around_last))
+        wrapped = [(block, wrap(block.forward, kind)) for (kind, block), wrap in around]
+        self._restore = [_set_forward(block, forward) for block, forward in wrapped]
+        self._restore.append(model.register_forward_pre_hook(self._begin_forward).remove)
 
     def begin_call(self, *, is_last: Callable[[int], bool] | None = None) -> None:
         """Forget the call before, also one that failed, and start to work.
@@ -200,12 +200,17 @@ class FirstBlockCache:
             "or leave the cache off"
         )
 
-    def _around_first(self, original: Callable[..., Result]) -> Callable[..., Result]:
+    def _begin_forward(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+        self._now = None  # the last forward may have failed, or left out its last block
+
+    def _around_first(self, original: Callable[..., Result], kind: Blocks) -> Callable[..., Result]:
         signature = inspect.signature(original)
-        if not {DECIDES, *self._outputs} <= signature.parameters.keys():
+        deciding = next((name for name in kind.outputs if kind.streams(name) == (DECIDES,)), None)
+        if deciding is None or not {*kind.outputs} <= signature.parameters.keys():
             raise ValueError(
-                f"a cache was asked for that compares {DECIDES!r} and continues {', '.join(self._outputs)}; "
-                f"the blocks take {', '.join(signature.parameters)}; give `outputs` names of these"
+                f"a cache was asked for that continues {', '.join(kind.outputs)}, one of them the {DECIDES}; "
+                f"the first blocks take {', '.join(signature.parameters)}; correct the plan's `outputs` and "
+                "`held`"
             )
 
         @functools.wraps(original)  # hooks read the signature
@@ -213,42 +218,50 @@ class FirstBlockCache:
             if not self._in_call:
                 return original(*args, **kwargs)
             # A copy: the block may change its input in place.
-            before = signature.bind(*args, **kwargs).arguments[DECIDES].detach().clone()
+            before = signature.bind(*args, **kwargs).arguments[deciding].detach().clone()
             output = original(*args, **kwargs)
-            self._now = self._decide(output, self._main(output).detach() - before)
+            first = _by_stream(output, kind, {})
+            tokens = first[DECIDES]
+            assert tokens is not None, f"the first block gave no {DECIDES}"
+            self._now = self._decide(first, tokens.detach() - before)
+            self._now.shown[kind.modules] = output
             return output
 
         return forward
 
-    def _around_middle(self, original: Callable[..., Result]) -> Callable[..., Result]:
-        @functools.wraps(original)
-        def forward(*args: Any, **kwargs: Any) -> Result:
-            if self._now is not None and self._now.skipped:
-                return self._now.first
-            return original(*args, **kwargs)
-
-        return forward
-
-    def _around_last(self, original: Callable[..., Result]) -> Callable[..., Result]:
+    def _around_middle(self, original: Callable[..., Result], kind: Blocks) -> Callable[..., Result]:
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Result:
             now = self._now
+            if now is None or not now.skipped:
+                return original(*args, **kwargs)
+            if kind.modules not in now.shown:
+                now.shown[kind.modules] = _as_result(now.first, kind)
+            return now.shown[kind.modules]
+
+        return forward
+
+    def _around_last(self, original: Callable[..., Result], kind: Blocks) -> Callable[..., Result]:
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Result:
+            now, self._now = self._now, None
             if now is not None and now.skipped:
-                self._now = None
-                return now.result
+                return _as_result(now.result, kind)
             output = original(*args, **kwargs)
             if now is not None:
                 now.state.residual = now.residual
-                now.state.rest = _each(lambda last, first: last.detach() - first, output, now.result)
-                self._now = None
+                last = _by_stream(output, kind, now.result)
+                now.state.rest = _each(lambda last, first: last.detach() - first, last, now.result)
             return output
 
         return forward
 
     @torch.compiler.disable()  # it exchanges and reads values; compiled blocks are cut here
-    def _decide(self, output: Result, residual: torch.Tensor) -> _Forward:
+    def _decide(self, first: Streams, residual: torch.Tensor) -> _Forward:
         """The one place that branches: on sums that all ranks of the group share, and on counts."""
         state = self._states.setdefault(self._branches.current, _State())
+        if state.residual is not None and state.residual.shape != residual.shape:
+            state.residual = None  # guidance has come or gone with part of the batch, on all ranks alike
         # Entered in every forward, whatever is known here: no rank may wait for one that did not come.
         changed, previous = agree_sums(self._sums(residual, state.residual), group=self._group)
         change = changed / previous if previous > 0 else math.inf
@@ -265,11 +278,11 @@ class FirstBlockCache:
         self._marks.append((time.perf_counter(), skip))
         if skip:
             assert state.rest is not None, "a change is finite only after a forward that was computed"
-            result = _each(torch.add, output, state.rest)
+            result = _each(torch.add, first, state.rest)
         else:
             state.residual = state.rest = None  # freed before the other blocks take their memory
-            result = _each(lambda first, _: first.detach().clone(), output, output)  # may be changed in place
-        return _Forward(state, output, residual, result, skip)
+            result = _each(lambda one, _: one.detach().clone(), first, first)  # may be changed in place
+        return _Forward(state, first, {}, residual, result, skip)
 
     def _sums(self, residual: torch.Tensor, previous: torch.Tensor | None) -> torch.Tensor:
         """This rank's part of [sum |residual - previous|, sum |previous|], over its true tokens.
@@ -281,23 +294,18 @@ class FirstBlockCache:
         dtype = torch.float64 if wide else torch.float32
         if previous is None:
             return torch.zeros(2, dtype=dtype, device=residual.device)
-        tokens = residual.shape[1] if self._share_of is None else self._share_of(self._stream)
+        tokens = residual.shape[1] if self._share_of is None else self._share_of(DECIDES)
         residual, previous = residual[:, :tokens], previous[:, :tokens]
         within = torch.promote_types(residual.dtype, torch.float32)
         sums = [t.abs().sum(-1, dtype=within).sum(dtype=dtype) for t in (residual - previous, previous)]
         return torch.stack(sums)
 
-    def _main(self, output: Result) -> torch.Tensor:
-        """The element of a block's result that decides."""
-        tensor = output if isinstance(output, torch.Tensor) else output[self._outputs.index(DECIDES)]
-        assert tensor is not None, f"the first block gave no {DECIDES}"
-        return tensor
 
-
-def _blocks(model: nn.Module, plan: ShardPlan) -> list[nn.Module]:
-    """The blocks to work on. Raises ValueError if the model is not one that can be cached."""
+def _blocks(model: nn.Module, plan: ShardPlan) -> list[tuple[Blocks, nn.Module]]:
+    """The blocks to work on, with their kind. Raises ValueError if the model is not one that can be
+    cached."""
     name = type(model).__name__
-    if not hasattr(model, "cache_context"):
+    if not plan.stacked and not hasattr(model, "cache_context"):
         raise ValueError(
             f"a cache was asked for; {name} has no cache_context, so its guidance branches cannot be told "
             "apart; leave the cache off"
@@ -307,24 +315,16 @@ def _blocks(model: nn.Module, plan: ShardPlan) -> list[nn.Module]:
             f"a cache was asked for; {name} has one of diffusers' own enabled already; call its "
             "disable_cache() first"
         )
-    blocks = list(dict(model.named_modules()).get(plan.blocks, nn.ModuleList()).children())
+    lists = [kind for kind in plan.blocks if kind.cached]
+    modules = dict(model.named_modules())
+    blocks = [(k, b) for k in lists for b in modules.get(k.modules, nn.ModuleList()).children()]
     if len(blocks) < 2:
         raise ValueError(
-            f"a cache was asked for; {name} has {len(blocks)} blocks in {plan.blocks!r}, and the first "
-            "always runs; leave the cache off"
+            f"a cache was asked for; {name} has {len(blocks)} blocks in "
+            f"{' and '.join(repr(kind.modules) for kind in lists) or 'its plan'}, and the first always runs; "
+            "leave the cache off"
         )
     return blocks
-
-
-def _stream(plan: ShardPlan) -> str:
-    """The stream that the deciding tokens belong to."""
-    for entry in plan.splits:
-        if isinstance(entry, SplitInput) and entry.argument == DECIDES:
-            return entry.stream
-    raise ValueError(
-        f"a cache was asked for; the plan for {plan.model} does not say where {DECIDES!r} is split; leave "
-        "the cache off"
-    )
 
 
 def _set_forward(block: nn.Module, forward: Callable[..., Result]) -> Callable[[], None]:
@@ -341,15 +341,38 @@ def _set_forward(block: nn.Module, forward: Callable[..., Result]) -> Callable[[
     return restore
 
 
+def _by_stream(output: Result, kind: Blocks, like: Streams) -> dict[str, torch.Tensor | None]:
+    """A block's result by stream; one that joins several is cut at their lengths in `like`."""
+    found: dict[str, torch.Tensor | None] = {}
+    elements = (output,) if isinstance(output, torch.Tensor) else output
+    for name, tensor in zip(kind.outputs, elements, strict=True):
+        streams = kind.streams(name)
+        if tensor is None or len(streams) == 1:
+            found.update(dict.fromkeys(streams, tensor))
+            continue
+        lengths = [one.shape[1] for s in streams if (one := like[s]) is not None]
+        found.update(zip(streams, tensor.split(lengths, dim=1), strict=True))
+    return found
+
+
+def _as_result(streams: Streams, kind: Blocks) -> Result:
+    """What a block of this kind returns for its streams."""
+    elements = []
+    for name in kind.outputs:
+        parts = [part for s in kind.streams(name) if (part := streams[s]) is not None]
+        elements.append(torch.cat(parts, dim=1) if len(parts) > 1 else parts[0] if parts else None)
+    return elements[0] if len(elements) == 1 and elements[0] is not None else tuple(elements)
+
+
 def _each(
-    combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], output: Result, other: Result
-) -> Result:
-    """A block's result, each tensor combined with its counterpart; None where either has none."""
-    if isinstance(output, torch.Tensor):
-        assert isinstance(other, torch.Tensor), "blocks of one list return alike"
-        return combine(output, other)
-    pairs = zip(output, other, strict=True)
-    return tuple(combine(a, b) if a is not None and b is not None else None for a, b in pairs)
+    combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], streams: Streams, other: Streams
+) -> Streams:
+    """Each stream combined with its counterpart; None where either has none."""
+    found: dict[str, torch.Tensor | None] = {}
+    for name, one in streams.items():
+        two = other[name]
+        found[name] = combine(one, two) if one is not None and two is not None else None
+    return found
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -8,6 +8,7 @@ branches along the batch instead has the batch cut.
 
 import functools
 import inspect
+from math import prod
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ from runtime.log import get_logger
 from usp import comm
 from usp.branches import Branches
 from usp.deferred import Deferred, concrete
-from usp.layout import split_sizes
+from usp.layout import offsets, split_sizes
 from usp.mesh import Group
 from usp.plan import ShardPlan
+from usp.refusing import refuse
+from usp.trees import map_tensors, tensors_in
 
 logger = get_logger(__name__)
 
@@ -118,6 +121,7 @@ class CfgParallel:
         self._order: list[str] = []  # branch names in order of first call
         self._seen: set[str] = set()  # in the step at hand
         self._told_idle = False
+        self._spread = False  # whether a stacked forward of the call has kept all ranks busy
         self._signature = inspect.signature(model.forward)
         self._wrap()
 
@@ -159,7 +163,7 @@ class CfgParallel:
             self._wrap()
         self._order.clear()
         self._seen.clear()
-        self._told_idle = False
+        self._told_idle = self._spread = False
 
     @property
     def branches(self) -> list[str]:
@@ -168,24 +172,22 @@ class CfgParallel:
 
     def _call(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         bound = self._signature.bind(*args, **kwargs)
+        refuse(self._plan, bound)
         bound.arguments.update(concrete(dict(bound.arguments), early_for="the next forward"))
         name = self._branches.current
-        batch = bound.arguments[self._plan.output.argument].shape[0]
-        if name in ("", STACKED) and batch > 1:
-            return self._cut_batch(original, bound, batch)
+        given = bound.arguments[self._plan.output.argument]
+        if (name in ("", STACKED) or self._plan.stacked) and len(given) > 1:
+            return self._cut_batch(original, bound)
         owner = self._deal(name) % self._exchange.group.size
-        like = self._expected_output(bound)
-        device = bound.arguments[self._plan.output.argument].device
-        own = None
+        likes = self._expected(bound, len(given))
+        own: list[torch.Tensor] | None = None
         if owner == self._exchange.group.rank:
-            own = _tensor_of(original(*bound.args, **bound.kwargs))
-            if own.shape != like.shape or own.dtype != like.dtype:
-                raise RuntimeError(
-                    f"{type(self._model).__name__} gave {tuple(own.shape)} {own.dtype} in branch {name!r}, "
-                    f"and the other ranks expect {tuple(like.shape)} {like.dtype}; the plan's `output` does "
-                    "not fit this version"
-                )
-        return _output(self._exchange.defer(like, device, owner, own), bound.arguments)
+            own = self._checked(original(*bound.args, **bound.kwargs), likes, f"in branch {name!r}")
+        results = [
+            self._exchange.defer(like, tensors_in(given)[0].device, owner, own[place] if own else None)
+            for place, like in enumerate(likes)
+        ]
+        return _output(results if isinstance(given, list) else results[0], bound.arguments)
 
     def _deal(self, name: str) -> int:
         """The place of a branch in the order; notices when a new step begins."""
@@ -200,7 +202,7 @@ class CfgParallel:
 
     def _check_idle(self, busy: int) -> None:
         size = self._exchange.group.size
-        if busy >= size or self._told_idle:
+        if busy >= size or self._spread or self._told_idle:
             return
         self._told_idle = True
         sentence = (
@@ -212,44 +214,77 @@ class CfgParallel:
             raise ValueError(sentence)
         logger.warning(sentence)
 
-    def _expected_output(self, bound: inspect.BoundArguments) -> torch.Tensor:
-        """A meta tensor like the model's result: like its input, with the model's output channels."""
-        given = bound.arguments[self._plan.output.argument]
-        shape = list(given.shape)
+    def _expected(self, bound: inspect.BoundArguments, batch: int) -> list[torch.Tensor]:
+        """Meta tensors like the model's results for a batch: one, or one for each item of a list."""
+        plan = self._plan.output
         config: Any = self._model.config
-        shape[self._plan.output.channel_dim] = config[self._plan.output.channel_config]
-        kind = given.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else given.dtype
-        return torch.empty(shape, dtype=dtype, device="meta")
+        given = bound.arguments[plan.argument]
+        likes = []
+        for tensor in given[:batch] if isinstance(given, list) else [given]:
+            shape = list(tensor.shape)
+            if isinstance(given, torch.Tensor):
+                shape[0] = batch
+            if plan.channels:
+                channels = next(config[name] for name in plan.channels if config[name] is not None)
+                shape[plan.channel_dim] = channels * prod(config[name] for name in plan.times)
+            kind = tensor.device.type
+            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
+            likes.append(torch.empty(shape, dtype=dtype, device="meta"))
+        return likes
 
-    def _cut_batch(self, original: Any, bound: inspect.BoundArguments, batch: int) -> Any:
+    def _checked(self, output: Any, likes: list[torch.Tensor], where: str) -> list[torch.Tensor]:
+        """A forward's results. Raises RuntimeError unless they are as the other ranks expect."""
+        found = tensors_in(output[0])  # of a tuple, or a diffusers output, whose first entry is the sample
+        facts, expected = ([f"{tuple(t.shape)} {t.dtype}" for t in side] for side in (found, likes))
+        if facts != expected:
+            raise RuntimeError(
+                f"{type(self._model).__name__} gave {', '.join(facts)} {where}, and the other ranks expect "
+                f"{', '.join(expected)}; the plan's `output` does not fit this version"
+            )
+        return found
+
+    def _cut_batch(self, original: Any, bound: inspect.BoundArguments) -> Any:
         """Each cfg rank computes its share of the batch; all ranks get the whole."""
         group = self._exchange.group
-        sizes = split_sizes(batch, group.size)
+        given = bound.arguments[self._plan.output.argument]
+        batch = len(given)
+        self._spread |= batch >= group.size
         self._check_idle(min(batch, group.size))
-        like = self._expected_output(bound)
-        low = sum(sizes[: group.rank])
-        for name in self._plan.output.batched:
-            value = bound.arguments.get(name)
-            if isinstance(value, (torch.Tensor, list)) and len(value) == batch:
-                bound.arguments[name] = value[low : low + sizes[group.rank]]
-        if sizes[group.rank]:
-            share = _tensor_of(original(*bound.args, **bound.kwargs))
-        else:
-            share = torch.empty(
-                0,
-                *like.shape[1:],
-                dtype=like.dtype,
-                device=bound.arguments[self._plan.output.argument].device,
+        sizes = split_sizes(batch, group.size)
+        low, here = offsets(sizes)[group.rank], sizes[group.rank]
+        likes = self._expected(bound, batch)
+        kind = {"dtype": likes[0].dtype, "device": tensors_in(given)[0].device}
+        pieces = [torch.empty(0, **kind)]
+        if here:
+            self._cut(bound, batch, slice(low, low + here))
+            mine = self._expected(bound, here)
+            own = self._checked(
+                original(*bound.args, **bound.kwargs), mine, f"for {here} of a batch of {batch}"
             )
-        return _output(comm.gather(share, dim=0, sizes=sizes, group=group, name="branches"), bound.arguments)
+            pieces = [tensor.reshape(-1) for tensor in own]
+        each = [t.numel() for t in likes] if isinstance(given, list) else [likes[0].numel() // batch] * batch
+        counts = [sum(each[i : i + n]) for i, n in zip(offsets(sizes), sizes, strict=True)]
+        whole = comm.gather(torch.cat(pieces), dim=0, sizes=counts, group=group, name="branches")
+        results = [
+            part.view(like.shape)
+            for part, like in zip(whole.split([t.numel() for t in likes]), likes, strict=True)
+        ]
+        return _output(results if isinstance(given, list) else results[0], bound.arguments)
+
+    def _cut(self, bound: inspect.BoundArguments, batch: int, share: slice) -> None:
+        """Leave this rank's share of the batch in the arguments."""
+
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor[share] if tensor.ndim and len(tensor) == batch else tensor
+
+        for name, value in bound.arguments.items():
+            if name in self._plan.output.batched and isinstance(value, list):
+                bound.arguments[name] = value[share] if len(value) == batch else value
+            elif name in (*self._plan.output.batched, *self._plan.output.batched_inside):
+                bound.arguments[name] = map_tensors(cut, value)
 
 
-def _tensor_of(output: Any) -> torch.Tensor:
-    return output[0]  # a tuple, or a diffusers output, whose first entry is the sample
-
-
-def _output(sample: torch.Tensor, arguments: dict[str, Any]) -> Any:
+def _output(sample: Any, arguments: dict[str, Any]) -> Any:
     """The sample as the model's forward returns it."""
     if arguments.get("return_dict", True) is False:
         return (sample,)

@@ -134,39 +134,24 @@ def parse_parallel(text: str) -> ParallelConfig:
     return replace(ParallelConfig(), **{f"{axis}_degree": degree for axis, degree in degrees.items()})
 
 
-def auto_parallel(world_size: int, heads: int | None = None) -> ParallelConfig:
-    """The config for `world_size` ranks when the user leaves it to us.
+def resolve_parallel(parallel: "ParallelConfig | str", world_size: int) -> ParallelConfig | None:
+    """The config that fits `world_size`; `parallel` is "auto", a spelling, or a config.
 
-    gather-KV at 2 ranks, where it moves the same bytes as Ulysses in one exchange instead of two, and
-    wherever the heads do not divide evenly; else Ulysses, whose bytes per rank fall with the degree while
-    gather-KV's do not.
-    """
-    if world_size == 1:
-        return ParallelConfig()
-    if world_size == 2 or (heads or world_size) % world_size:
-        return ParallelConfig(gather_kv_degree=world_size)
-    return ParallelConfig(ulysses_degree=world_size)
-
-
-def resolve_parallel(
-    parallel: "ParallelConfig | str", world_size: int, *, heads: int | None = None
-) -> ParallelConfig:
-    """The config that fits `world_size`; `parallel` is "auto", a spelling, or a config. `heads` guides
-    "auto".
-
-    Raises ValueError when it does not fit, before anything is loaded.
+    None for "auto": `usp.planner` chooses once the ranks have met. Raises ValueError when it does not fit,
+    before anything is loaded.
     """
     if isinstance(parallel, str):
-        auto = parallel.strip().lower() == "auto"
-        parallel = auto_parallel(world_size, heads) if auto else parse_parallel(parallel)
+        if parallel.strip().lower() == "auto":
+            return None
+        parallel = parse_parallel(parallel)
     parallel.check_world(world_size)
     return parallel
 
 
 def choose_parallel(
-    parallel: str, attention: str | None, transport: str, world_size: int, *, heads: int | None = None
-) -> ParallelConfig:
-    """The config that the command line's words mean together.
+    parallel: str, attention: str | None, transport: str, world_size: int
+) -> ParallelConfig | None:
+    """The config that the command line's words mean together; None leaves it to `usp.planner`.
 
     `attention` names one axis that takes all ranks ("ulysses", "gather-kv", "ring"), or an engine, whose
     degrees `parallel` spells (Ulysses on all ranks by default). None leaves it to `parallel`. Raises
@@ -175,7 +160,7 @@ def choose_parallel(
     auto = parallel.strip().lower() == "auto"
     name = (attention or "auto").lower().replace("-", "_")
     if name in ("auto", "usp"):
-        config = resolve_parallel(parallel, world_size, heads=heads)
+        config = resolve_parallel(parallel, world_size)
     elif name in AXES and name != "cfg":
         if not auto:
             raise ValueError(
@@ -184,12 +169,13 @@ def choose_parallel(
             )
         config = replace(ParallelConfig(), **{f"{name}_degree": world_size})
     elif name in ENGINES:
-        config = ParallelConfig(ulysses_degree=world_size) if auto else resolve_parallel(parallel, world_size)
+        config = resolve_parallel(parallel, world_size) or ParallelConfig(ulysses_degree=world_size)
         config = replace(config, engine=name)
     else:
         known = ("auto", "ulysses", "gather-kv", "ring", *ENGINES)
         raise ValueError(f"attention={attention!r} is not known; use one of {', '.join(known)}")
-    return replace(config, transport=transport)
+    _check_choice("transport", transport, TRANSPORTS)
+    return None if config is None else replace(config, transport=transport)
 
 
 def spellings(world_size: int) -> list[str]:

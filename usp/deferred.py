@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from usp.trees import map_tensors, tensors_in
+
 aten = torch.ops.aten
 
 RECORDED = frozenset(
@@ -97,7 +99,7 @@ class Deferred(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        inputs = [t for t in _flat((args, kwargs)) if isinstance(t, Deferred) and t._value is None]
+        inputs = [t for t in tensors_in((args, kwargs)) if isinstance(t, Deferred) and t._value is None]
         if not inputs:
             return func(*_values(args), **_values(kwargs))
         leaves = frozenset().union(*(t.leaves for t in inputs))
@@ -115,7 +117,7 @@ NEEDS_STORAGE = frozenset(
 
 def concrete(tree: Any, *, early_for: str | None = None) -> Any:
     """The same containers with plain tensors; resolves first if any is outstanding."""
-    for tensor in _flat(tree):
+    for tensor in tensors_in(tree):
         if isinstance(tensor, Deferred) and tensor._value is None:
             tensor.source.resolve(early_for=early_for)
     return _values(tree)
@@ -124,10 +126,10 @@ def concrete(tree: Any, *, early_for: str | None = None) -> Any:
 def _record(func: Any, args: Any, kwargs: Any, first: Deferred, leaves: frozenset[int]) -> Any:
     """Deferred results of an operation; concrete inputs are copied, since they may change before it runs."""
     args, kwargs = (
-        _map(lambda t: t if isinstance(t, Deferred) else t.clone(), tree) for tree in (args, kwargs)
+        map_tensors(lambda t: t if isinstance(t, Deferred) else t.clone(), tree) for tree in (args, kwargs)
     )
     shape_kwargs = {name: value for name, value in kwargs.items() if name != "device"}
-    meta = func(*_map(_meta, args), **_map(_meta, shape_kwargs))
+    meta = func(*map_tensors(_meta, args), **map_tensors(_meta, shape_kwargs))
     made: list[Any] = []
 
     def run() -> Any:
@@ -149,21 +151,4 @@ def _meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _values(tree: Any) -> Any:
-    return _map(lambda t: t.value() if isinstance(t, Deferred) else t, tree)
-
-
-def _map(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
-    if isinstance(tree, torch.Tensor):
-        return function(tree)
-    if isinstance(tree, dict):
-        return {key: _map(function, value) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)) and type(tree) in (list, tuple):
-        return type(tree)(_map(function, item) for item in tree)
-    return tree
-
-
-def _flat(tree: Any) -> list[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
-    return [tensor for item in items for tensor in _flat(item)]
+    return map_tensors(lambda t: t.value() if isinstance(t, Deferred) else t, tree)

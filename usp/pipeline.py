@@ -19,6 +19,7 @@ from usp.config import CacheConfig, ParallelConfig, resolve_parallel
 from usp.deferred import concrete
 from usp.joining import default_group, join, move_pipeline, ranks_running
 from usp.mesh import make_groups
+from usp.planner import Auto
 from usp.plans import PLANS, plan_for
 from usp.randomness import agree_generator, same_default_rng
 from usp.report import CallReport, Stopwatch, collect_report
@@ -69,25 +70,40 @@ class ParallelPipeline:
         self._assembly: Assembly | None = None
         self._weight_state: dict[str, str] = {}
         self._broken: str | None = None
-        self.parallel = resolve_parallel(parallel, ranks_running(world), heads=_heads(self._models))
+        asked = resolve_parallel(parallel, ranks_running(world))
+        self.parallel = asked or ParallelConfig()
+        self._auto: Auto | None = None
+        self._options: dict[str, Any] = {"kernel": kernel, "cache": _cache_config(cache), "strict": strict}
         self.world = world or join(device, timeout_s or 600.0)
-        timeout_s = timeout_s or self.world.timeout_s
+        self._timeout_s = timeout_s or self.world.timeout_s
         try:
-            self._go_parallel(kernel, _cache_config(cache), strict, timeout_s)
+            self._check_ranks("auto" if asked is None else str(asked))
+            if asked is None:
+                self._auto = Auto(self.world, pipeline, next(iter(self._models.values())), strict=strict)
+                self.parallel = self._auto.first()
+            self._go_parallel()
         except BaseException:
             self.close()
             raise
 
-    def _go_parallel(self, kernel: str, cache: CacheConfig | None, strict: bool, timeout_s: float) -> None:
-        check_kernel(kernel, self.world.device.kind)
-        asked = (str(self.parallel), self.parallel.transport, kernel, str(cache), strict)
-        self.world.agree(asked, "the parallel configuration")
+    def _check_ranks(self, asked: str) -> None:
+        """What all ranks must hold alike; puts the pipeline on this rank's device."""
+        check_kernel(self._options["kernel"], self.world.device.kind)
+        self.world.agree((asked, self.parallel.transport, str(self._options)), "the parallel configuration")
         move_pipeline(self.pipeline, self.world)
         self._agree_on_weights()
-        groups = make_groups(self.parallel, rank=self.world.rank, timeout_s=timeout_s)
-        self._assembly = assemble(
-            self._models, self.parallel, groups, kernel=kernel, cache=cache, strict=strict
-        )
+
+    def _follow(self, arguments: dict[str, Any]) -> None:
+        """Take the layout that suits this call's size and guidance, if it was left to us. Collective."""
+        config = self._auto.config(arguments) if self._auto else self.parallel
+        if config != self.parallel:
+            self._take_apart()
+            self.parallel = config
+            self._go_parallel()
+
+    def _go_parallel(self) -> None:
+        groups = make_groups(self.parallel, rank=self.world.rank, timeout_s=self._timeout_s)
+        self._assembly = assemble(self._models, self.parallel, groups, **self._options)
         for model in self._models.values():
             self._handles.append(model.register_forward_pre_hook(self._before_forward, prepend=True))
         rows = [*start_rows(self.world), ("parallel", str(self.parallel))]
@@ -103,11 +119,13 @@ class ParallelPipeline:
         arguments; RuntimeError once closed, or after a call that failed between steps, since the ranks may
         then be out of step.
         """
-        assembly = self._usable()
+        self._usable()
         arguments = self._bind(args, kwargs)
         self.world.agree(describe_call(arguments), "the call's arguments")
         self.world.agree(describe_scheduler(self.pipeline), "the scheduler's configuration")
         self._agree_on_weights()
+        self._follow(arguments)
+        assembly = self._usable()
         generator, used_seed = agree_generator(self.world, arguments.get("generator"), seed)
         arguments["generator"] = generator
         self._track_steps(arguments)
@@ -156,14 +174,17 @@ class ParallelPipeline:
 
         May be called again.
         """
+        self._take_apart()
+        if self._owns_world and "world" in self.__dict__:
+            self.world.close()
+
+    def _take_apart(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         if self._assembly is not None:
             self._assembly.close()
             self._assembly = None
-        if self._owns_world and "world" in self.__dict__:
-            self.world.close()
 
     def __enter__(self) -> "ParallelPipeline":
         return self
@@ -284,6 +305,7 @@ OWN_ATTRIBUTES = frozenset(
     (
         *("pipeline", "step", "place", "report", "parallel", "world"),
         *("_models", "_owns_world", "_watch", "_handles", "_assembly", "_broken", "_weight_state"),
+        *("_auto", "_options", "_timeout_s"),
     )
 )
 
@@ -352,8 +374,3 @@ def _stands_before(name: str, planned: dict[str, Any]) -> bool:
 
 def _pre_hooks(model: nn.Module) -> list[Any]:
     return list(model._forward_pre_hooks.values())
-
-
-def _heads(models: dict[str, Any]) -> int:
-    model = next(iter(models.values()))
-    return model.config[plan_for(model).head_config]

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from rich.console import Console
 
 from runtime.process_group import World, connect, ending_together
 from runtime.report import format_report
 from usp import cli
-from usp.config import choose_parallel
-from usp.job import Job, load, prepare
+from usp.job import Job, find, load, prepare
+from usp.options import Fps, JobOptions, Layouts, Out
 from usp.pipeline import ParallelPipeline
-from usp.randomness import check_seed
-from usp.schedulers import check_scheduler, with_scheduler
-from usp.tasks import WAN_T2V, settle
+from usp.planner import choice_json, layouts_table
+from usp.tasks import WAN_T2V, Task
 from usp.video import check_output, to_bytes, write_contact_sheet, write_video
 
 WRITE_LIMIT_S = 3600.0
@@ -30,64 +30,46 @@ def about() -> None:
     """Run a diffusion pipeline on one device, or under torchrun (or usprun) on several."""
 
 
-@app.command(WAN_T2V.name)
-def wan_t2v(
-    prompt: cli.Prompt = None,
-    negative_prompt: cli.NegativePrompt = None,
-    size: cli.Size = None,
-    frames: cli.Frames = None,
-    steps: cli.Steps = None,
-    guidance: cli.Guidance = None,
-    seed: cli.Seed = -1,
-    scheduler: cli.Scheduler = None,
-    parallel: cli.ParallelText = "auto",
-    attention: cli.AttentionName = None,
-    kernel: cli.Kernel = "auto",
-    transport: cli.Transport = "auto",
-    cache: cli.Cache = None,
-    timeout: cli.Timeout = 600.0,
-    model: cli.ModelName = None,
-    dtype: cli.DtypeName = "auto",
-    device: cli.DeviceName = None,
-    out: cli.Out = Path("wan-t2v.mp4"),
-    fps: cli.Fps = None,
+def run(
+    task: Task,
+    options: JobOptions,
+    *,
+    layouts: Layouts = False,
+    out: Out = None,
+    fps: Fps = None,
 ) -> None:
-    """Text to video with a Wan 2.1 or 2.2 pipeline."""
-    check_output(out)
-    check_seed(seed)
-    cli.check_timeout(timeout)
-    check_scheduler(scheduler)
-    given = {"prompt": prompt, "negative_prompt": negative_prompt, "num_frames": frames, "fps": fps}
-    given |= {"num_inference_steps": steps, "guidance_scale": guidance}
-    request = settle(WAN_T2V, bundled=model is None, size=size, **given)
-    words = partial(choose_parallel, parallel, attention, transport)
-    job = prepare(
-        WAN_T2V, request, model=model, dtype=dtype, device=device, words=words, kernel=kernel, cache=cache
-    )
-    cli.warn_of_no_effect(request, job.env, attention=attention, kernel=kernel, transport=transport)
-    with connect(job.device, env=job.env, timeout_s=timeout) as world:
-        make_video(job, world, scheduler=scheduler, seed=seed, out=out)
+    """Make one video, or show the layouts that could."""
+    path = out or Path(f"{task.name}.mp4")
+    check_output(path)
+    job = prepare(task, options, fps=fps)
+    with connect(job.device, env=job.env, timeout_s=options.timeout) as world:
+        if layouts:
+            return show_layouts(job, world)
+        make_video(job, world, path)
 
 
-def make_video(job: Job, world: World, *, scheduler: str | None, seed: int, out: Path) -> None:
+def make_video(job: Job, world: World, out: Path) -> None:
     """Load, run and write; rank 0 reports on stdout, the last line as JSON."""
     place: list[Callable[[], str]] = [lambda: "loading"]
     with ending_together(world, lambda: place[0]()):
-        plain, facts = load(job, world)
-        if scheduler is not None:
-            plain.scheduler = with_scheduler(plain.scheduler, scheduler)
-        with ParallelPipeline(
-            plain, job.parallel(facts), kernel=job.kernel, cache=job.cache, world=world
-        ) as pipeline:
+        plain, config = load(job, world)
+        with job.parallel(plain, config, world) as pipeline:
             place[0] = lambda: pipeline.place
             pipeline.set_progress_bar_config(desc="denoise", disable=not world.is_main)
             # Only rank 0 decodes: the others would make the same frames and throw them away.
-            result = pipeline(
-                **job.request.call_arguments(), seed=seed, output_type="np" if world.is_main else "latent"
-            )
+            call = job.request.call_arguments() | {"output_type": "np" if world.is_main else "latent"}
+            result = pipeline(**call, seed=job.options.seed)
             place[0] = lambda: "writing"
             write = partial(write_result, job, pipeline, result.frames, out)
             world.wait_for_main("writing", write, WRITE_LIMIT_S)
+
+
+def show_layouts(job: Job, world: World) -> None:
+    """Print every layout and what is predicted of it, the last line as JSON; reads no weights."""
+    with ending_together(world, lambda: "the layouts"):
+        choice = job.choose(world, find(job, world))
+        Console(width=140, markup=False, highlight=False).print(layouts_table(choice))
+        print(json.dumps(choice_json(choice)), flush=True)
 
 
 def write_result(job: Job, pipeline: ParallelPipeline, frames: Any, out: Path) -> None:
@@ -108,6 +90,8 @@ def write_result(job: Job, pipeline: ParallelPipeline, frames: Any, out: Path) -
     size = {"width": video.shape[2], "height": video.shape[1], "fps": job.request.fps}
     print(json.dumps(made | size | {"device": str(job.device)} | report.as_json()), flush=True)
 
+
+cli.task_command(app, WAN_T2V, run)
 
 if __name__ == "__main__":
     cli.main(app, "usp.run")

@@ -19,6 +19,7 @@ class Task:
     """A pipeline class and what it is asked for when the user does not say; sizes in pixels and frames."""
 
     name: str
+    summary: str
     pipeline: str
     width: int
     height: int
@@ -30,6 +31,7 @@ class Task:
 
 WAN_T2V = Task(
     name="wan-t2v",
+    summary="Text to video with a Wan 2.1 or 2.2 pipeline.",
     pipeline="WanPipeline",
     width=832,
     height=480,

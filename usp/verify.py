@@ -18,12 +18,10 @@ from skimage.metrics import structural_similarity
 from runtime.log import get_logger
 from runtime.process_group import World, connect, ending_together
 from usp import cli
-from usp.config import ParallelConfig, choose_parallel, parse_parallel, spellings
+from usp.config import ParallelConfig, parse_parallel, spellings
 from usp.job import Job, load, prepare
-from usp.pipeline import ParallelPipeline
-from usp.randomness import check_seed
-from usp.schedulers import check_scheduler, with_scheduler
-from usp.tasks import WAN_T2V, settle
+from usp.options import OUTPUT, PARALLEL, JobOptions
+from usp.tasks import WAN_T2V, Task
 
 TOLERANCES = {
     torch.float32: 1e-4,
@@ -36,11 +34,11 @@ logger = get_logger(__name__)
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 Everything = Annotated[
-    bool, typer.Option("--all", help="Sweep all strategies and degrees.", rich_help_panel=cli.PARALLEL)
+    bool, typer.Option("--all", help="Sweep all strategies and degrees.", rich_help_panel=PARALLEL)
 ]
 Tolerance = Annotated[
     float | None,
-    typer.Option(help="Largest error of the latents; 1e-4 for fp32.", rich_help_panel=cli.OUTPUT),
+    typer.Option(help="Largest error of the latents; 1e-4 for fp32.", rich_help_panel=OUTPUT),
 ]
 
 
@@ -49,47 +47,18 @@ def about() -> None:
     """Compare a run on all ranks with a run on one, step by step; exit code 1 if they differ too much."""
 
 
-@app.command(WAN_T2V.name)
-def wan_t2v(
-    prompt: cli.Prompt = None,
-    negative_prompt: cli.NegativePrompt = None,
-    size: cli.Size = None,
-    frames: cli.Frames = None,
-    steps: cli.Steps = None,
-    guidance: cli.Guidance = None,
-    seed: cli.Seed = 0,
-    scheduler: cli.Scheduler = None,
-    parallel: cli.ParallelText = "auto",
-    attention: cli.AttentionName = None,
-    everything: Everything = False,
-    kernel: cli.Kernel = "auto",
-    transport: cli.Transport = "auto",
-    cache: cli.Cache = None,
-    timeout: cli.Timeout = 600.0,
-    model: cli.ModelName = None,
-    dtype: cli.DtypeName = "auto",
-    device: cli.DeviceName = None,
-    tolerance: Tolerance = None,
+def compare(
+    task: Task, options: JobOptions, *, everything: Everything = False, tolerance: Tolerance = None
 ) -> int:
-    """Text to video with a Wan 2.1 or 2.2 pipeline."""
-    check_seed(seed)
-    cli.check_timeout(timeout)
-    check_scheduler(scheduler)
-    if everything and (attention is not None or parallel != "auto"):
+    """Run on one rank and on all, and compare."""
+    if everything and (options.attention is not None or options.parallel != "auto"):
         raise ValueError(
             "--all sweeps every strategy, and --parallel or --attention names one; leave one of them out"
         )
-    given = {"prompt": prompt, "negative_prompt": negative_prompt, "num_frames": frames, "fps": None}
-    given |= {"num_inference_steps": steps, "guidance_scale": guidance}
-    request = settle(WAN_T2V, bundled=model is None, size=size, **given)
-    words = partial(choose_parallel, parallel, attention, transport)
-    job = prepare(
-        WAN_T2V, request, model=model, dtype=dtype, device=device, words=words, kernel=kernel, cache=cache
-    )
+    job = prepare(task, options)
     limit = tolerance if tolerance is not None else TOLERANCES[job.dtype]
-    cli.warn_of_no_effect(request, job.env, attention=attention, kernel=kernel, transport=transport)
-    with connect(job.device, env=job.env, timeout_s=timeout) as world:
-        return verify(job, world, scheduler=scheduler, seed=seed, everything=everything, limit=limit)
+    with connect(job.device, env=job.env, timeout_s=options.timeout) as world:
+        return verify(job, world, everything=everything, limit=limit)
 
 
 @dataclass(frozen=True)
@@ -114,25 +83,22 @@ class Comparison:
         return all(error <= limit for error in self.latents)
 
 
-def verify(
-    job: Job, world: World, *, scheduler: str | None, seed: int, everything: bool, limit: float
-) -> int:
+def verify(job: Job, world: World, *, everything: bool, limit: float) -> int:
     """Run the reference on rank 0, then each layout on all ranks; print the table. Returns the exit code."""
     running = ["loading"]
     with ending_together(world, lambda: running[0]):
-        plain, facts = load(job, world)
+        plain, config = load(job, world)
         plain.set_progress_bar_config(desc="verify", disable=not world.is_main)
-        if scheduler is not None:
-            plain.scheduler = with_scheduler(plain.scheduler, scheduler)
+        seed = job.options.seed
         seed = world.broadcast_object(seed if seed >= 0 else torch.seed() % 2**31)
         running[0] = "the one-process run"
         alone = partial(_alone, plain, job, world, seed)
         reference = _share(world, world.wait_for_main("the one-process run", alone, REFERENCE_LIMIT_S))
-        layouts = _every_layout(world.world_size) if everything else [job.parallel(facts)]
+        layouts = _every_layout(world.world_size) if everything else [config]
         found = []
         for layout in layouts:
             running[0] = f"the run on {layout}"
-            with ParallelPipeline(plain, layout, kernel=job.kernel, cache=job.cache, world=world) as pipeline:
+            with job.parallel(plain, layout, world) as pipeline:
                 trace = _traced(pipeline, job, decode=world.is_main, seed=seed)
             found.append(_compare(world, str(layout), trace, reference))
         if world.is_main:
@@ -149,9 +115,7 @@ def _alone(plain: Any, job: Job, world: World, seed: int) -> Trace:
     if job.cache is None:
         return _traced(plain, job, decode=True, generator=torch.Generator("cpu").manual_seed(seed))
     lone = World(0, 1, world.local_rank, world.device)
-    with ParallelPipeline(
-        plain, ParallelConfig(), kernel=job.kernel, cache=job.cache, world=lone
-    ) as pipeline:
+    with job.parallel(plain, ParallelConfig(), lone) as pipeline:
         return _traced(pipeline, job, decode=True, seed=seed)
 
 
@@ -202,7 +166,8 @@ def _compare(world: World, parallel: str, trace: Trace, reference: Trace) -> Com
 
 
 def _print(found: list[Comparison], job: Job, *, seed: int, ranks: int, limit: float) -> None:
-    table = Table(title=f"{ranks} ranks against one process, seed {seed}, {job.dtype}, tolerance {limit:g}")
+    print(f"{ranks} ranks against one process, seed {seed}, {job.dtype}, tolerance {limit:g}")
+    table = Table()
     for column in ("parallel", "latents, worst step", "frames (0..1)", "SSIM", ""):
         table.add_column(column, justify="left" if column == "parallel" else "right")
     for c in found:
@@ -218,6 +183,8 @@ def _print(found: list[Comparison], job: Job, *, seed: int, ranks: int, limit: f
         row |= {name: row[name] if math.isfinite(row[name]) else None for name in ("frames", "ssim")}
     print(json.dumps({"ranks": ranks, "seed": seed, "tolerance": limit, "passed": passed, "runs": rows}))
 
+
+cli.task_command(app, WAN_T2V, compare, seed=0)
 
 if __name__ == "__main__":
     cli.main(app, "usp.verify")

@@ -1,6 +1,7 @@
 """What the tests of the first-block cache share: a cache on a model, inputs that change, toy models."""
 
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from usp.branches import Branches
 from usp.cache import cached
 from usp.config import CacheConfig, parse_parallel
 from usp.mesh import Group
-from usp.plan import ShardPlan, SplitInput
+from usp.plan import Blocks, Held, ShardPlan, SplitInput
 from usp.plans.wan import WAN
 
 ALONE = Group((0,), 0)
@@ -22,7 +23,7 @@ ALWAYS = 10.0  # a threshold that every change is under
 
 
 @contextmanager
-def caching(model, threshold, *, plan=WAN, layout=None, cache_first=False, outputs=None, **policy):
+def caching(model, threshold, *, plan=WAN, layout=None, cache_first=False, **policy):
     """A cache on `model`, alone or with its tokens over the ranks of `layout`; closed at the end."""
     branches, made = Branches(model), {}
     groups = cached_groups(parse_parallel(layout)) if layout else None
@@ -40,7 +41,6 @@ def caching(model, threshold, *, plan=WAN, layout=None, cache_first=False, outpu
         group=groups.sp if groups else ALONE,
         branches=branches,
         share_of=(lambda stream: made["shard"].share_of(stream)) if groups else None,
-        outputs=outputs or ("hidden_states",),
     )
     if cache_first:
         shard()
@@ -139,9 +139,17 @@ class Toy(nn.Module):
 TOY = ShardPlan(
     model="Toy",
     splits=(SplitInput(module="blocks.0", argument="hidden_states", dim=1, ndim=3),),
-    gathers=(),
-    attentions=(),
-    blocks="blocks",
+    blocks=(Blocks(modules="blocks"),),
+)
+JOINT = replace(
+    TOY,
+    blocks=(
+        Blocks(
+            modules="blocks",
+            held=(Held(argument="hidden_states"), Held(argument="encoder_hidden_states", streams=("text",))),
+            outputs=("encoder_hidden_states", "hidden_states"),
+        ),
+    ),
 )
 
 
@@ -150,11 +158,11 @@ def tokens(step):
     return torch.linspace(-1.0, 1.0, 20).reshape(1, 5, 4) * (1 + 0.1 * step)
 
 
-def toy_call(model, threshold, steps=6, **options):
+def toy_call(model, threshold, steps=6, *, plan=TOY, **options):
     """The results of a toy's forwards on drifting tokens, and the report."""
-    with caching(model, threshold, plan=TOY, warmup_steps=1, **options) as cache:
+    with caching(model, threshold, plan=plan, warmup_steps=1, **options) as cache:
         cache.begin_call(is_last=lambda done: done == steps - 1)
-        joint = {"encoder_hidden_states": torch.ones(1, 2, 4)} if options.get("outputs") else {}
+        joint = {"encoder_hidden_states": torch.ones(1, 2, 4)} if plan is JOINT else {}
         return [model(hidden_states=tokens(k), **joint) for k in range(steps)], cache.report().get("")
 
 

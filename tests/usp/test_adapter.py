@@ -183,8 +183,8 @@ def test_b66_a_per_token_tensor_that_the_plan_does_not_know_is_named(ranks, toke
     for text in ranks(2).run(with_unplanned_tensor, tokens, ndim, False):
         assert text.startswith("ValueError: blocks.0 got 'gain' of shape ")
         assert (
-            f"uncut axis of {tokens} tokens; the plan for WanTransformer3DModel must split it or list it as "
-            "replicated" in text
+            f"uncut axis of {tokens} tokens; the plan for WanTransformer3DModel must split it, or list it as "
+            "whole" in text
         )
     for error in ranks(2).run(with_unplanned_tensor, tokens, ndim, True):
         assert error <= TOLERANCE
@@ -471,7 +471,8 @@ def test_tensors_of_one_stream_have_one_length(ranks):
     """Req 7: 12 timesteps for 13 tokens, and an output that is no tuple, are told by both facts."""
     for length, output in ranks(2).run(bad_streams):
         assert length.startswith(
-            "ValueError: SplitOutput(module='rope', index=0, dim=1, ndim=4, stream='tokens') got 13 tokens"
+            "ValueError: SplitOutput(module='rope', index=0, dim=1, ndim=4, stream='tokens', "
+            "optional=False) got 13 tokens"
         )
         assert "where stream 'tokens' has 12; all tensors of a stream must have one length" in length
         assert output.endswith("blocks.0.ffn gave Tensor, not a tuple with a tensor there")

@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from PIL import Image
 
+import usp.bench.__main__
 from runtime.device import Device
 from runtime.process_group import connect
+from tests.processes import loggers_kept, run_command_line
 from usp.bench.__main__ import is_sound
 from usp.bench.contenders import grid, layouts
 from usp.bench.ideal import BlockStack, Link, Traffic, attention_traffic, gather_traffic, ideal_ratio
@@ -222,3 +225,41 @@ def _with_our_own_failing():
 def test_our_own_failure_ends_the_run(ranks):
     """Only peers are forgiven."""
     ranks(2).run(_with_our_own_failing)
+
+
+def test_the_cache_is_judged_and_drawn(tmp_path):
+    """Threshold 0 skips nothing and is the uncached film; a large one skips; the plot is a PNG."""
+    plot = tmp_path / "new" / "cache.png"
+    words = ("--threshold", "0", "--threshold", "0.3", "--steps", "8", "--rounds", "1", "--plot", str(plot))
+    small = ("--size", "48x32", "--frames", "5", "--prompt", "a red circle moving right")
+    done = bench(2, "cache", *words, *small, "--parallel", "ulysses2", "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    *lines, last = done.stdout.splitlines()
+    found = json.loads(last)
+    assert found["shape"]["parallel"] == "ulysses2"
+    off, never, often = found["runs"]
+    assert (off["threshold"], never["threshold"], often["threshold"]) == (None, 0, 0.3)
+    assert off["ssim"] == never["ssim"] == [1.0]
+    assert never["psnr_db"] == [None]
+    assert never["skipped"] == [0]
+    assert 0 < often["skipped"][0] < 1
+    assert often["ssim"][0] < 1
+    assert often["psnr_db"][0] > 10
+    assert any("SSIM (worst)" in line for line in lines)
+    with Image.open(plot) as image:
+        assert image.format == "PNG"
+        assert min(image.size) >= 400
+    assert [path.name for path in plot.parent.iterdir()] == ["cache.png"]
+
+
+@pytest.mark.parametrize(("words", "sentence"), [
+    (("--plot", "a.jpg"), "plot a.jpg was asked for; plots are PNG images; use a name that ends in .png"),
+    (("--threshold", "-1"), "threshold=-1.0 was asked for; it is a relative change, a finite number of 0"),
+    (("--model", "x/y"), "--model was given without a prompt; say what it shall show with --prompt"),
+])  # fmt: skip
+def test_a_cache_bench_that_cannot_be_is_refused(capsys, words, sentence):
+    """One sentence and exit code 2, before the model is read."""
+    with pytest.raises(SystemExit) as caught, loggers_kept():
+        run_command_line(usp.bench.__main__, "cache", *words)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith(f"usp.bench.__main__: error: {sentence}")

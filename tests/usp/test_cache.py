@@ -1,6 +1,7 @@
 """The first-block cache in one process: when it skips, what it then gives, and what it leaves behind."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from tests import tiny
 from tests.usp.caching import (
     ALONE,
     ALWAYS,
+    JOINT,
+    TOY,
     InPlace,
     Joint,
     Plain,
@@ -28,7 +31,7 @@ from tests.usp.in_ranks import error_of, hooks
 from usp.branches import Branches
 from usp.cache import BranchReport, cached
 from usp.config import CacheConfig
-from usp.plan import ShardPlan
+from usp.plan import Blocks
 from usp.plans.wan import WAN
 from usp.schedulers import with_scheduler
 
@@ -102,20 +105,19 @@ def test_a_block_may_change_its_input_in_place(threshold):
 
 def test_both_streams_of_joint_blocks_are_cached():
     """Blocks that return (text, picture): both residuals are reused; a text that ends stays None."""
-    names = ("encoder_hidden_states", "hidden_states")
     model = Toy(Joint, count=2)
-    never, always = (toy_call(model, threshold, outputs=names)[0] for threshold in (0.0, ALWAYS))
+    never, always = (toy_call(model, threshold, plan=JOINT)[0] for threshold in (0.0, ALWAYS))
     assert torch.equal(never[0], always[0])
     assert not torch.equal(never[1], always[1])
     seen = []
     model.blocks[1].register_forward_hook(lambda m, a, out: seen.append(out))
-    toy_call(model, ALWAYS, outputs=names)
+    toy_call(model, ALWAYS, plan=JOINT)
     text = torch.ones(1, 2, 4)
     firsts = [model.blocks[0](tokens(k), text) for k in (0, 1)]
     lasts = model.blocks[1](firsts[0][1], firsts[0][0])
     for got, first, now, last in zip(seen[1], *firsts, lasts, strict=True):
         assert torch.equal(got, now + (last - first))
-    results, report = toy_call(Toy(Joint), ALWAYS, outputs=names)
+    results, report = toy_call(Toy(Joint), ALWAYS, plan=JOINT)
     assert letters(report) == "cssscc"
     assert all(torch.isfinite(r).all() for r in results)
 
@@ -328,7 +330,7 @@ def test_wrong_settings_are_refused(options, text):
 
 
 def test_models_that_cannot_be_cached_are_refused_untouched():
-    """One block, no cache_context, diffusers' own cache, other argument names, no split: refused by name."""
+    """One block, no cache_context, diffusers' own cache, other argument names: refused by name."""
     assert "Toy has 1 blocks in 'blocks', and the first always runs" in error_of(toy_call, Toy(Plain, 1), 0.1)
     bare = nn.Module()
     assert "Module has no cache_context" in error_of(
@@ -338,10 +340,10 @@ def test_models_that_cannot_be_cached_are_refused_untouched():
     theirs.is_cache_enabled = True
     assert "call its disable_cache() first" in error_of(toy_call, theirs, 0.1)
     model = Toy(Plain)
-    found = error_of(toy_call, model, 0.1, outputs=("hidden_states", "text"))
-    assert "continues hidden_states, text; the blocks take hidden_states; give `outputs`" in found
-    assert not any("forward" in block.__dict__ for block in model.blocks)
-    unsplit = ShardPlan(model="Toy", splits=(), gathers=(), attentions=(), blocks="blocks")
-    arguments = {"group": ALONE, "branches": Branches(model), "share_of": lambda stream: 1}
-    found = error_of(cached, model, unsplit, CacheConfig(threshold=0.1), **arguments)
-    assert "the plan for Toy does not say where 'hidden_states' is split" in found
+    for outputs, held in ((("hidden_states", "text"), TOY.blocks[0].held), (("hidden_states",), ())):
+        plan = replace(TOY, blocks=(Blocks(modules="blocks", outputs=outputs, held=held),))
+        found = error_of(toy_call, model, 0.1, plan=plan)
+        assert f"that continues {', '.join(outputs)}, one of them the tokens; the first blocks take" in found
+        assert not any("forward" in block.__dict__ for block in model.blocks)
+    found = error_of(toy_call, model, 0.1, plan=replace(TOY, blocks=()))
+    assert "Toy has 0 blocks in its plan" in found

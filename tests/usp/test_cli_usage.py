@@ -19,6 +19,9 @@ from tests.processes import completed, loggers_kept, torchrun
 from tests.usp.folders import FAULTS, copy_of_demo
 from usp import cli
 from usp.config import choose_parallel, spellings
+from usp.job import prepare
+from usp.options import JobOptions
+from usp.tasks import WAN_T2V
 
 Refuse = Callable[..., str]
 ULYSSES8 = (
@@ -291,7 +294,7 @@ def test_b65_more_ranks_than_devices_is_told_alike_on_all_ranks(refuse, monkeypa
     for rank in range(4):
         be_rank(monkeypatch, rank, 4)
         with pytest.raises(ValueError, match=f"^{sentence}$"):
-            usp.run.wan_t2v(device="cuda")
+            prepare(WAN_T2V, JobOptions(device="cuda"))
 
 
 def test_b05_an_index_with_several_ranks_is_refused(refuse, monkeypatch):

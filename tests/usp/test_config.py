@@ -13,7 +13,6 @@ from usp.config import (
     ENGINES,
     TRANSPORTS,
     ParallelConfig,
-    auto_parallel,
     choose_parallel,
     parse_parallel,
     resolve_parallel,
@@ -141,32 +140,18 @@ def test_every_choice_that_a_message_offers_fits(world):
         assert any(config.degree(axis) == world for config in configs)
 
 
-@STEADY
-@given(world=st.integers(1, 64), heads=st.none() | st.integers(1, 64))
-def test_b19_auto_always_fits(world, heads):
-    """B19: leaving the degrees out picks a valid set; Ulysses only where the heads divide evenly."""
-    config = resolve_parallel("AUTO ", world, heads=heads)
-    assert config == auto_parallel(world, heads)
-    assert config.world_size == world
-    assert heads is None or heads % config.ulysses_degree == 0
-
-
-def test_auto_takes_the_cheaper_strategy():
-    """gather-KV at 2 ranks and for heads that do not divide; Ulysses beyond, as its bytes fall."""
-    assert [str(auto_parallel(n, 12)) for n in (1, 2, 3, 4, 5)] == [
-        "one rank",
-        "gather_kv2",
-        "ulysses3",
-        "ulysses4",
-        "gather_kv5",
-    ]
+def test_auto_is_left_to_the_planner():
+    """The word alone, however written, and the command line's default; a wrong transport is still refused."""
+    assert resolve_parallel("AUTO ", 4) is None
+    assert choose_parallel("auto", None, "auto", 4) is None
+    with pytest.raises(ValueError, match=r"^transport='tcp' is not known; use one of auto, all_to_all, p2p$"):
+        choose_parallel("auto", None, "tcp", 4)
 
 
 def test_the_command_lines_words_become_one_config():
     """`--attention` alone gives one axis all ranks, an engine takes degrees; nothing is dropped."""
     assert choose_parallel("auto", "gather-kv", "auto", 3) == ParallelConfig(gather_kv_degree=3)
     assert choose_parallel("auto", "Ring", "p2p", 4) == ParallelConfig(ring_degree=4, transport="p2p")
-    assert choose_parallel("auto", None, "auto", 4, heads=4) == ParallelConfig(ulysses_degree=4)
     assert choose_parallel("ulysses2 ring2", None, "auto", 4) == ParallelConfig(
         ulysses_degree=2, ring_degree=2
     )

@@ -20,6 +20,7 @@ from runtime.device import Device
 from runtime.process_group import World, connect
 from tests import tiny
 from tests.usp.in_ranks import SEED
+from usp.bench.ideal import BlockStack
 from usp.config import AXES, ParallelConfig, parse_parallel
 from usp.demo import DEFAULTS, MODEL_DIR
 from usp.mesh import make_groups
@@ -46,7 +47,7 @@ from usp.planner import measure as measure_module
 from usp.planner.__main__ import app
 from usp.planner.choose import layouts
 from usp.planner.cost import activation_bytes, kept_bytes, sent_bytes
-from usp.planner.fit import Stack, fit, run_step
+from usp.planner.fit import fit, run_step
 from usp.planner.models import parameter_bytes
 
 TINY = Workload(
@@ -462,11 +463,13 @@ def test_the_bundled_model_is_read():
 
 
 def test_a_pipelines_defaults_fill_in():
-    """Before a call the size is the pipeline's own; one branch is counted, since guidance is not known."""
+    """What a call does not say is the pipeline's own default: size, and guidance of 5, so two branches."""
     pipeline = tiny.build("t2v")
     found = workload_of_pipeline(pipeline, pipeline.transformer, {})
     assert found.tokens == 21 * (480 // 16) * (832 // 16)
-    assert found.branches == 1
+    assert found.branches == 2
+    off = workload_of_pipeline(pipeline, pipeline.transformer, {"guidance_scale": 1.0})
+    assert off.branches == 1
     assert workload_of_pipeline(pipeline, pipeline.transformer, tiny.call("t2v", (1, 3, 7))).tokens == 21
 
 
@@ -484,7 +487,7 @@ def measured_in_ranks(hosts: int) -> Any:
         machine = measure_machine(world, replace(TINY, tokens=64), torch.float32)
     finally:
         measure_module.platform = node
-    choice = choose_for(world, TINY, torch.float32, machine=machine)
+    choice = choose(TINY, machine, world.world_size)
     return machine, choice.config, torch.equal(before, torch.get_rng_state())
 
 
@@ -586,8 +589,8 @@ def fit_in_ranks() -> tuple[int, str]:
     out, stdout = io.StringIO(), sys.stdout
     sys.stdout = out
     try:
-        stack = Stack(layers=1, heads=3, head_dim=16, ffn_dim=64, text_tokens=4, branches=2)
-        return fit(connect(Device("cpu")), stack, (10,), rounds=1), out.getvalue()
+        stack = BlockStack(layers=1, heads=3, head_dim=16, ffn=64, text=4)
+        return fit(connect(Device("cpu")), stack, (10,), branches=2, rounds=1), out.getvalue()
     finally:
         sys.stdout = stdout
 

@@ -43,14 +43,14 @@ def test_two_ranks_pass_with_a_table_and_json(tmp_path):
     assert run.code == 0, run.text
     [row] = found.pop("runs")
     assert found == {"ranks": 2, "seed": 5, "tolerance": 1e-4, "passed": True}
-    assert row["parallel"] == "gather_kv2"
+    assert row["parallel"] == "cfg2"
     assert len(row["latents"]) == STEPS
     assert all(0 <= error <= 1e-4 for error in row["latents"])
     assert row["frames"] <= 1e-3
     assert row["ssim"] == pytest.approx(1, abs=1e-5)
     *table, steps, _ = run.ranks[0].stdout.splitlines()
-    assert "2 ranks against one process, seed 5, torch.float32, tolerance 0.0001" in " ".join(table)
-    for word in ("parallel", "latents, worst step", "frames (0..1)", "SSIM", "gather_kv2", "ok"):
+    assert "2 ranks against one process, seed 5, torch.float32, tolerance 0.0001" in table
+    for word in ("parallel", "latents, worst step", "frames (0..1)", "SSIM", "cfg2", "ok"):
         assert any(word in line for line in table), f"{word} is not in\n{run.ranks[0].stdout}"
     assert steps.startswith("latents, max abs error after each step: ")
     assert len(steps.split(": ")[1].split()) == STEPS
@@ -84,7 +84,9 @@ def perturb(rank: int, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
 
 def test_a_fault_on_one_rank_is_too_far(tmp_path):
     """Rank 1's attention is off by 1 %: exit code 1, TOO FAR, and the errors say by how much."""
-    run, found = verified(2, tmp_path, before=partial(perturb, 1, lambda out: out * 1.01))
+    run, found = verified(
+        2, tmp_path, "--attention", "gather-kv", before=partial(perturb, 1, lambda out: out * 1.01)
+    )
     assert run.code != 0
     assert "exitcode  : 1 " in run.launcher
     assert "TOO FAR" in run.ranks[0].stdout
@@ -95,7 +97,9 @@ def test_a_fault_on_one_rank_is_too_far(tmp_path):
 
 def test_nan_on_one_rank_is_too_far(tmp_path):
     """A NaN is larger than any tolerance, though it compares as false; the last line is still JSON."""
-    run, found = verified(2, tmp_path, before=partial(perturb, 1, lambda out: out * math.nan))
+    run, found = verified(
+        2, tmp_path, "--attention", "gather-kv", before=partial(perturb, 1, lambda out: out * math.nan)
+    )
     assert "exitcode  : 1 " in run.launcher, run.text
     assert "TOO FAR" in run.ranks[0].stdout
     assert found["passed"] is False

@@ -1,22 +1,27 @@
-"""The command line of the bench: `attention` and `transformer`."""
+"""The command line of the bench: `attention`, `transformer` and `cache`."""
 
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 
 from runtime.device import detect_device
+from runtime.log import setup_logging
 from runtime.process_group import World, connect, ending_together, read_rank_env
-from usp import cli
+from usp import cli, options
+from usp.bench import cache as cache_bench
 from usp.bench import contenders, sheet
 from usp.bench.ideal import BlockStack, Link, measure_link
 from usp.bench.peers import check_peers, peer_contenders
 from usp.bench.rounds import Compute, Contender, Row, end, pin, run_rounds, warm_up
-from usp.config import ParallelConfig
+from usp.config import CacheConfig, ParallelConfig
+from usp.job import load, prepare
 from usp.mesh import make_groups
+from usp.tasks import WAN_T2V
 
 TOKENS = (512, 1024, 4096)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -44,6 +49,17 @@ Strategies = Annotated[
 Peers = Annotated[
     list[str] | None,
     typer.Option("--peer", help="diffusers, yunchang or xfuser; repeat.", rich_help_panel=COMPARED),
+]
+Thresholds = Annotated[
+    list[float] | None,
+    typer.Option("--threshold", help="Repeat; 0.02 to 0.24.", rich_help_panel=COMPARED),
+]
+Prompts = Annotated[
+    list[str] | None,
+    typer.Option("--prompt", help="Repeat; three of the demo's.", rich_help_panel=SHAPE),
+]
+Plot = Annotated[
+    Path | None, typer.Option("--plot", help="Also draw this PNG.", rich_help_panel=options.OUTPUT)
 ]
 
 
@@ -75,8 +91,8 @@ def attention(
     rounds: Rounds = 5,
     warmup: Warmup = 2,
     strategy: Strategies = None,
-    transport: cli.Transport = "auto",
-    device: cli.DeviceName = None,
+    transport: options.Transport = "auto",
+    device: options.DeviceName = None,
 ) -> int:
     """One attention call: each rank's share in, each rank's share out."""
     torch_dtype, configs = _dtype(dtype), _configs(strategy, transport)
@@ -104,8 +120,8 @@ def transformer(
     warmup: Warmup = 2,
     strategy: Strategies = None,
     peer: Peers = None,
-    transport: cli.Transport = "auto",
-    device: cli.DeviceName = None,
+    transport: options.Transport = "auto",
+    device: options.DeviceName = None,
 ) -> int:
     """A forward of Wan blocks with random weights, whole in and whole out; peers run the same weights."""
     torch_dtype, configs = _dtype(dtype), _configs(strategy, transport)
@@ -124,6 +140,56 @@ def transformer(
     shape |= {"steps": 1, "warm-up": warmup, "rounds": rounds}
     plan = {"command": "transformer", "tokens": tokens or TOKENS, "dtype": dtype, "device": device}
     return measure(Plan(**plan, rounds=rounds, warmup=warmup, shape=shape, cases=cases))
+
+
+@app.command()
+def cache(
+    threshold: Thresholds = None,
+    prompt: Prompts = None,
+    steps: Annotated[int, typer.Option(help="Denoising steps.", rich_help_panel=SHAPE, min=1)] = 30,
+    size: options.Size = None,
+    frames: options.Frames = None,
+    guidance: options.Guidance = None,
+    rounds: Rounds = 3,
+    parallel: options.ParallelText = "auto",
+    model: options.ModelName = None,
+    dtype: options.DtypeName = "auto",
+    device: options.DeviceName = None,
+    plot: Plot = None,
+) -> int:
+    """The first-block cache on a Wan pipeline: what each threshold gains, and how like the film stays."""
+    cache_bench.check_plot(plot)
+    thresholds = threshold or cache_bench.THRESHOLDS
+    for value in thresholds:
+        CacheConfig(threshold=value)
+    if prompt is None and model is not None:
+        raise ValueError("--model was given without a prompt; say what it shall show with --prompt")
+    prompts = prompt or cache_bench.PROMPTS
+    shape = {"size": size, "frames": frames, "steps": steps, "guidance": guidance}
+    where = {"parallel": parallel, "model": model, "dtype": dtype, "device": device}
+    job = prepare(WAN_T2V, options.JobOptions(prompt=prompts[0], **shape, **where))
+    request = job.request
+    threads = pin(job.env.local_rank, job.env.local_world_size)
+    with connect(job.device, env=job.env) as world, ending_together(world, lambda: "the cache bench"):
+        info = sheet.surroundings(world, threads)
+        plain, config = load(job, world)
+        plain.set_progress_bar_config(disable=True)
+        job = replace(job, asked=config)
+        shape = {"size": f"{request.width}x{request.height}", "frames": request.num_frames}
+        shape |= {"steps": steps, "guidance": request.guidance_scale, "prompts": len(prompts)}
+        shape |= {"parallel": str(config), "rounds": rounds}
+        setup_logging(world.rank, world.world_size, "WARNING")  # else a report for each of many calls
+        sheet.print_header("cache", info, None, shape)
+        rows = cache_bench.compare_thresholds(
+            plain, job, world, thresholds=thresholds, prompts=prompts, rounds=rounds
+        )
+        if plot is not None:
+            cache_bench.draw_plot(world, rows, plot, f"{steps} steps, {config}")
+        if world.is_main:
+            cache_bench.print_rows(rows, steps)
+            found = {"command": "cache", "shape": shape, "runs": cache_bench.rows_json(rows)}
+            print(json.dumps(info | found), flush=True)
+    return 0
 
 
 @torch.no_grad()

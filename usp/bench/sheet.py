@@ -55,34 +55,34 @@ def print_header(command: str, info: dict[str, Any], link: Link | None, shape: d
 def print_expected(tokens: int, rows: Sequence[Row], single_s: float, link: Link | None) -> None:
     """The ideal, before the rounds: one process's time is that of the warm-up."""
     title = f"{tokens} tokens: the ideal, from one process's {1000 * single_s:.1f} ms in the warm-up"
-    table = _table(title, "contender", "work left", "least sent per rank", "exchanges", "ideal speed-up")
+    table = new_table(title, "contender", "work left", "least sent per rank", "exchanges", "ideal speed-up")
     for row in rows:
         name, work, least = row.contender.name, row.contender.work, row.contender.least
         best = f"{ideal_ratio(single_s, work, least, link):.2f}"
         table.add_row(name, f"{work:.1%}", format_bytes(max(least.sent)), str(least.exchanges), best)
-    _print(table)
+    show(table)
 
 
 def print_measured(tokens: int, rows: Sequence[Row], singles: list[float], link: Link | None) -> None:
     """Median and spread of each contender, its speed-up round by round, its bytes and its error."""
-    table = _table(
+    table = new_table(
         f"{tokens} tokens: measured in {len(singles)} rounds, median [min - max]",
         *("contender", "ms", "speed-up", "% of ideal", "sent / least", "max abs error"),
     )
-    table.add_row("one process", _spread(singles, 1, 1000), "1", "", "", "")
+    table.add_row("one process", spread(singles, 1, 1000), "1", "", "", "")
     for row in rows:
         if row.fault is not None:
             continue
         best = ideal_ratio(median(singles), row.contender.work, row.contender.least, link)
-        times, ratios = _spread(row.seconds, 1, 1000), _spread(row.ratios, 2)
+        times, ratios = spread(row.seconds, 1, 1000), spread(row.ratios, 2)
         of_ideal = f"{median(row.ratios) / best:.0%}"
         table.add_row(row.contender.name, times, ratios, of_ideal, _bytes_text(row), f"{row.error:.1e}")
-    _print(table)
+    show(table)
     ahead = lead(rows)
     if ahead is not None:
         ours, peer, ratios = ahead
         print(
-            f"  best of ours {ours} against best peer {peer}, round by round: {_spread(ratios, 3)} x as fast"
+            f"  best of ours {ours} against best peer {peer}, round by round: {spread(ratios, 3)} x as fast"
         )
     for row in rows:
         if row.fault is not None:
@@ -111,9 +111,9 @@ def as_json(tokens: int, rows: Sequence[Row], singles: list[float], link: Link |
     ahead = lead(rows)
     return {
         "tokens": tokens,
-        "one_process_s": _numbers(singles),
+        "one_process_s": numbers(singles),
         "contenders": [_row_json(row, median(singles), link) for row in rows],
-        "lead": ahead and {"ours": ahead[0], "peer": ahead[1], "ratio": _numbers(ahead[2])},
+        "lead": ahead and {"ours": ahead[0], "peer": ahead[1], "ratio": numbers(ahead[2])},
     }
 
 
@@ -130,8 +130,8 @@ def _row_json(row: Row, single_s: float, link: Link | None) -> dict[str, Any]:
     if row.fault is not None:
         return found | {"failed": row.fault}
     return found | {
-        "seconds": _numbers(row.seconds),
-        "speedup": _numbers(row.ratios),
+        "seconds": numbers(row.seconds),
+        "speedup": numbers(row.ratios),
         "ideal_speedup": round(ideal_ratio(single_s, contender.work, contender.least, link), 4),
         "sent_bytes_per_rank": row.sent,
         "least_bytes_per_rank": list(contender.least.sent),
@@ -139,12 +139,14 @@ def _row_json(row: Row, single_s: float, link: Link | None) -> dict[str, Any]:
     }
 
 
-def _numbers(values: list[float]) -> dict[str, float]:
+def numbers(values: list[float]) -> dict[str, float]:
+    """Median, least and most, to five digits."""
     found = {"median": median(values), "min": min(values), "max": max(values)}
     return {name: float(f"{value:.5g}") for name, value in found.items()}
 
 
-def _spread(values: list[float], digits: int, scale: float = 1.0) -> str:
+def spread(values: list[float], digits: int, scale: float = 1.0) -> str:
+    """ "median [least - most]"."""
     middle, low, high = (f"{scale * f(values):.{digits}f}" for f in (median, min, max))
     return f"{middle} [{low} - {high}]"
 
@@ -159,14 +161,16 @@ def _link_text(link: Link) -> str:
     return f"{link.bytes_per_s / 2**30:.2f} GiB/s each way, {link.latency_s * 1e6:.0f} us per exchange"
 
 
-def _table(title: str, *columns: str) -> Table:
+def new_table(title: str, *columns: str) -> Table:
+    """An empty table; the columns are right-aligned, names to the left."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE)
     for column in columns:
         table.add_column(column, justify="left" if column == "contender" else "right")
     return table
 
 
-def _print(table: Table) -> None:
+def show(table: Table) -> None:
+    """Print a table, 120 wide also where the output is no terminal."""
     Console(width=120, markup=False, highlight=False).print(table)
 
 

@@ -4,7 +4,7 @@
 joins them; `python -m usp.planner` projects and fits.
 """
 
-from usp.planner.auto import choose_for
+from usp.planner.auto import Auto, choose_for
 from usp.planner.choose import Candidate, Choice, choice_json, choose, layouts_table, plan
 from usp.planner.cost import Prediction, Workload, predict
 from usp.planner.machine import LINKS, Channel, Link, Machine, parse_link
@@ -13,6 +13,7 @@ from usp.planner.models import workload_of_config, workload_of_folder, workload_
 
 __all__ = [
     "LINKS",
+    "Auto",
     "Candidate",
     "Channel",
     "Choice",

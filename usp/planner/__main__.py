@@ -12,12 +12,14 @@ from rich.table import Table
 from runtime.device import detect_device
 from runtime.process_group import connect, ending_together, read_rank_env
 from runtime.report import format_bytes, format_seconds
-from usp import cli
+from usp import cli, options
+from usp.bench.ideal import BlockStack
+from usp.bench.rounds import pin
 from usp.config import ParallelConfig
 from usp.model_folder import read_model_folder
 from usp.planner.choose import candidate_cells, candidate_json, plan
 from usp.planner.cost import Workload, predict
-from usp.planner.fit import Stack, fit, pin
+from usp.planner.fit import fit
 from usp.planner.machine import LINKS, Machine, parse_link
 from usp.planner.models import workload_of_config, workload_of_folder
 from usp.tasks import WAN_T2V, model_path, settle
@@ -89,9 +91,9 @@ def simulate(
     branches: Branches = 2,
     dtype: Dtype = "bf16",
     model: Folder = None,
-    size: cli.Size = None,
-    frames: cli.Frames = None,
-    guidance: cli.Guidance = None,
+    size: options.Size = None,
+    frames: options.Frames = None,
+    guidance: options.Guidance = None,
     link: LinkName = "nvlink",
     between: Between = "roce",
     per_host: PerHost = 8,
@@ -141,7 +143,7 @@ def fit_command(
     text: Text = 128,
     branches: Branches = 2,
     rounds: Rounds = 5,
-    device: cli.DeviceName = None,
+    device: options.DeviceName = None,
 ) -> int:
     """Predict and run every layout of the ranks that torchrun started, on Wan blocks in fp32."""
     env = read_rank_env()
@@ -151,11 +153,9 @@ def fit_command(
         raise ValueError("--text 0 was given; Wan blocks attend to a text; use 1 or more")
     here = detect_device(device, local_rank=env.local_rank, world_size=env.world_size)
     pin(env.local_rank, env.local_world_size)
-    stack = Stack(
-        layers=layers, heads=heads, head_dim=head_dim, ffn_dim=ffn, text_tokens=text, branches=branches
-    )
+    stack = BlockStack(layers=layers, heads=heads, head_dim=head_dim, ffn=ffn, text=text)
     with connect(here, env=env) as world, ending_together(world, lambda: "the fit"):
-        return fit(world, stack, tokens or (1024, 2048), rounds=rounds)
+        return fit(world, stack, tokens or (1024, 2048), branches=branches, rounds=rounds)
 
 
 def _project(workload: Workload, machine: Machine, ranks: list[int], *, names: tuple[str, str]) -> None:

@@ -1,13 +1,19 @@
-"""parallel="auto": measure, choose, and say what was chosen and why."""
+"""parallel="auto": measure once, choose for every call, and say what was chosen and why."""
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
+from torch import nn
 
 from runtime.log import get_logger
 from runtime.process_group import World
+from usp.config import ParallelConfig
 from usp.planner.choose import Choice, alone, choose
 from usp.planner.cost import Workload
 from usp.planner.machine import Link, Machine
 from usp.planner.measure import measure_machine
+from usp.planner.models import workload_of_pipeline
 
 logger = get_logger(__name__)
 
@@ -20,17 +26,50 @@ def choose_for(
     transport: str = "auto",
     strict: bool = False,
     link: Link | None = None,
-    machine: Machine | None = None,
 ) -> Choice:
     """What the ranks of `world` shall do, the same on all of them.
 
-    The machine is measured unless given; a given `link` is taken instead of a measured one. One rank measures
-    nothing. Collective. Logs the reason; `config` of the result raises ValueError if no layout fits.
+    The machine is measured; a given `link` is taken instead of a measured one. One rank measures nothing.
+    Collective. Logs the reason; `config` of the result raises ValueError if no layout fits.
     """
     if world.world_size == 1:
         return alone(workload, transport=transport)
-    if machine is None:
-        machine = measure_machine(world, workload, dtype, link=link)
+    machine = measure_machine(world, workload, dtype, link=link)
     choice = choose(workload, machine, world.world_size, transport=transport, strict=strict)
     logger.info("auto: %s", choice.reason)
     return choice
+
+
+class Auto:
+    """The layouts of one pipeline's calls; the machine is measured when it is made.
+
+    Every rank holds the same figures, so every rank chooses the same layout from the same arguments.
+    Collective to make, not to ask.
+    """
+
+    def __init__(self, world: World, pipeline: Any, model: nn.Module, *, strict: bool) -> None:
+        self._world, self._pipeline, self._model, self._strict = world, pipeline, model, strict
+        self._machine: Machine | None = None
+        if world.world_size > 1:
+            dtype = next(model.parameters()).dtype
+            self._machine = measure_machine(world, workload_of_pipeline(pipeline, model, {}), dtype)
+
+    def config(self, arguments: Mapping[str, Any]) -> ParallelConfig:
+        """The layout for a call with these arguments and the pipeline's defaults for the rest.
+
+        Raises ValueError, with the numbers, if none fits the memory.
+        """
+        if self._machine is None:
+            return ParallelConfig()
+        workload = workload_of_pipeline(self._pipeline, self._model, arguments)
+        choice = choose(workload, self._machine, self._world.world_size, strict=self._strict)
+        logger.info("auto: %s", choice.reason)
+        return choice.config
+
+    def first(self) -> ParallelConfig:
+        """The layout for a call of the pipeline's defaults, or the smallest: a call may be smaller."""
+        if self._machine is None:
+            return ParallelConfig()
+        workload = workload_of_pipeline(self._pipeline, self._model, {})
+        choice = choose(workload, self._machine, self._world.world_size, strict=self._strict)
+        return choice.chosen or choice.candidates[0].config

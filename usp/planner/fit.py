@@ -1,19 +1,15 @@
 """Predicted against measured: every layout of the ranks that run, on a stack of Wan blocks."""
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 from runtime.process_group import World
@@ -21,6 +17,9 @@ from runtime.report import format_bytes
 from usp import comm
 from usp.adapter import sharded
 from usp.attention import SequenceAttention
+from usp.bench import sheet
+from usp.bench.contenders import wan, wan_inputs
+from usp.bench.ideal import BlockStack
 from usp.config import ParallelConfig
 from usp.mesh import Groups, make_groups
 from usp.planner.choose import Candidate, plan
@@ -29,38 +28,27 @@ from usp.planner.machine import Machine
 from usp.planner.measure import measure_machine, share_over_ranks
 from usp.plans import plan_for
 
-CHANNELS, PATCH = 16, (1, 2, 2)
+PATCH_VOLUME = 4  # Wan's patches are 1 x 2 x 2
 ALONE_LIMIT_S = 3600.0
 TARGET = 0.15  # predictions further off than this are marked
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stack:
-    """The sizes of the Wan blocks that are run."""
-
-    layers: int
-    heads: int
-    head_dim: int
-    ffn_dim: int
-    text_tokens: int
-    branches: int
-
-    def workload(self, tokens: int, parameter_bytes: int) -> Workload:
-        """The workload of a step over `tokens` in fp32."""
-        channels = CHANNELS * PATCH[1] * PATCH[2]
-        return Workload(
-            tokens=tokens,
-            heads=self.heads,
-            head_dim=self.head_dim,
-            layers=self.layers,
-            ffn_dim=self.ffn_dim,
-            itemsize=4,
-            patch_channels=channels,
-            text_tokens=self.text_tokens,
-            branches=self.branches,
-            parameter_bytes=parameter_bytes,
-            latent_bytes=tokens * channels * 4,
-        )
+def workload_of_stack(stack: BlockStack, tokens: int, branches: int, parameter_bytes: int) -> Workload:
+    """The workload of a step over `tokens` of a stack of Wan blocks in fp32."""
+    channels = PATCH_VOLUME * stack.channels
+    return Workload(
+        tokens=tokens,
+        heads=stack.heads,
+        head_dim=stack.head_dim,
+        layers=stack.layers,
+        ffn_dim=stack.ffn,
+        itemsize=4,
+        patch_channels=channels,
+        text_tokens=stack.text,
+        branches=branches,
+        parameter_bytes=parameter_bytes,
+        latent_bytes=tokens * channels * 4,
+    )
 
 
 @dataclass
@@ -82,67 +70,44 @@ class Row:
         return self.candidate.prediction.seconds / self.measured_s
 
 
-def fit(world: World, stack: Stack, tokens: Sequence[int], *, rounds: int) -> int:
+def fit(world: World, stack: BlockStack, tokens: Sequence[int], *, branches: int, rounds: int) -> int:
     """Measure the machine, predict, run every layout, print both; the last line is JSON. Collective.
 
     Returns 1 if a rank sent other bytes than predicted. Two errors are shown: that of the prediction as
     `parallel="auto"` makes it, from the start-up measurement alone, and what is left of it when one factor is
     fitted for all layouts together.
     """
-    model = build_stack(stack, world)
+    model = wan(stack, max(tokens), torch.float32, world)
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
     runs, exact = [], True
     for count in tokens:
-        workload = stack.workload(count, parameters)
+        workload = workload_of_stack(stack, count, branches, parameters)
         machine = measure_machine(world, workload, torch.float32)
         rows = [Row(c) for c in plan(workload, machine, world.world_size)]
         single = predict(workload, machine, ParallelConfig()).seconds
         _print_predicted(world, machine, rows, workload, single)
-        alone = run_rounds(world, model, workload, rows, rounds)
+        inputs = wan_inputs(stack, count, torch.float32, world)
+        alone = run_rounds(world, model, inputs, workload, rows, rounds)
         _print_measured(world, rows, alone)
         runs.append(_as_json(rows, workload, machine, single, alone))
         exact = exact and all(row.bytes_exact for row in rows)
     if world.is_main:
-        print(json.dumps(_summary(world, stack, runs, rounds, exact)), flush=True)
+        print(json.dumps(_summary(world, stack, branches, runs, rounds, exact)), flush=True)
     return 0 if exact else 1
 
 
-def pin(local_rank: int, local_world_size: int) -> None:
-    """One thread for this rank, and a core of its own if there are as many."""
-    torch.set_num_threads(1)
-    if hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        if len(cores) >= local_world_size:
-            os.sched_setaffinity(0, {cores[local_rank]})
-
-
-def build_stack(stack: Stack, world: World) -> nn.Module:
-    """A Wan transformer of these sizes with random weights that are alike on all ranks."""
-    from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
-
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        model = WanTransformer3DModel(
-            num_layers=stack.layers,
-            num_attention_heads=stack.heads,
-            attention_head_dim=stack.head_dim,
-            ffn_dim=stack.ffn_dim,
-            text_dim=stack.heads * stack.head_dim,
-            in_channels=CHANNELS,
-            out_channels=CHANNELS,
-            rope_max_seq_len=4096,
-        )
-    return nn.Module.to(model, world.device.torch_device).eval()
-
-
 def run_rounds(
-    world: World, model: nn.Module, workload: Workload, rows: Sequence[Row], rounds: int
+    world: World,
+    model: nn.Module,
+    inputs: dict[str, torch.Tensor],
+    workload: Workload,
+    rows: Sequence[Row],
+    rounds: int,
 ) -> list[float]:
     """Run one process, then every layout, round by round, after one untimed round; one process's seconds.
 
     The rounds are interleaved, so that a machine that slows down slows all of them. Collective.
     """
-    inputs = stack_inputs(workload, world)
     alone = []
     with ExitStack() as stack, torch.inference_mode():
         steps = [stack.enter_context(_ready(world, model, inputs, workload, row)) for row in rows]
@@ -199,16 +164,6 @@ def run_step(
         comm.gather(mine, dim=0, sizes=[n * count for n in forwards], group=groups.cfg, name="branches")
 
 
-def stack_inputs(workload: Workload, world: World) -> dict[str, torch.Tensor]:
-    """One forward's inputs with exactly the workload's tokens, in one row of patches."""
-    generator = torch.Generator().manual_seed(0)
-    frames, rows, columns = _grid(workload.tokens)
-    latents = torch.randn(1, CHANNELS, frames, PATCH[1] * rows, PATCH[2] * columns, generator=generator)
-    text = torch.randn(1, workload.text_tokens, workload.width, generator=generator)
-    inputs = {"hidden_states": latents, "encoder_hidden_states": text, "timestep": torch.tensor([500.0])}
-    return {name: value.to(world.device.torch_device) for name, value in inputs.items()}
-
-
 def _alone(model: nn.Module, inputs: dict[str, torch.Tensor], workload: Workload) -> None:
     for _ in range(workload.branches):
         model(**inputs, return_dict=False)
@@ -220,12 +175,6 @@ def _timed(world: World, work: Callable[..., None], *args: Any) -> float:
     work(*args)
     world.device.synchronize()
     return time.perf_counter() - start
-
-
-def _grid(tokens: int) -> tuple[int, int, int]:
-    """Frames, rows and columns of patches whose product is `tokens`, as square as can be."""
-    rows = max(n for n in range(1, int(tokens**0.5) + 1) if tokens % n == 0)
-    return 1, rows, tokens // rows
 
 
 def _print_predicted(
@@ -242,7 +191,7 @@ def _print_predicted(
         f"{machine.operator_s * 1e6:.1f} us per operator, "
         f"overlap {machine.overlap:.0%}, {machine.slots or 'all'} ranks at once"
     )
-    table = _table(
+    table = sheet.new_table(
         "predicted, before anything is run", "layout", "ms per step", "speed-up", "exchange", "sent"
     )
     for row in rows:
@@ -254,7 +203,7 @@ def _print_predicted(
             f"{found.communication_s / found.seconds:.0%}",
             format_bytes(max(found.sent)),
         )
-    _print(table)
+    sheet.show(table)
 
 
 def _print_measured(world: World, rows: Sequence[Row], alone: list[float]) -> None:
@@ -262,7 +211,7 @@ def _print_measured(world: World, rows: Sequence[Row], alone: list[float]) -> No
         return
     single = median(alone)
     factor = median(row.ratio for row in rows)
-    table = _table(
+    table = sheet.new_table(
         f"measured in {len(alone)} rounds; one process {1000 * single:.1f} ms; *: off by over {TARGET:.0%}",
         *(
             "layout",
@@ -276,10 +225,14 @@ def _print_measured(world: World, rows: Sequence[Row], alone: list[float]) -> No
     )
     for row in sorted(rows, key=lambda row: row.measured_s):
         predicted_s = row.candidate.prediction.seconds
-        cells = [str(row.candidate.config), _spread(row.seconds), f"{single / row.measured_s:.2f}"]
+        cells = [
+            str(row.candidate.config),
+            sheet.spread(row.seconds, 1, 1000),
+            f"{single / row.measured_s:.2f}",
+        ]
         cells += [f"{1000 * predicted_s:.1f}", _off(row.ratio - 1), _off(row.ratio / factor - 1)]
         table.add_row(*cells, "exact" if row.bytes_exact else "WRONG")
-    _print(table)
+    sheet.show(table)
 
 
 def _as_json(
@@ -310,7 +263,7 @@ RATES = ("matmul_flops", "attention_flops", "memory_bytes_per_s", "operator_s")
 
 
 def _summary(
-    world: World, stack: Stack, runs: list[dict[str, Any]], rounds: int, exact: bool
+    world: World, stack: BlockStack, branches: int, runs: list[dict[str, Any]], rounds: int, exact: bool
 ) -> dict[str, Any]:
     every = [row for run in runs for row in run["layouts"]]
     return {
@@ -319,7 +272,7 @@ def _summary(
         "backend": world.backend,
         "device": str(world.device),
         "torch": torch.__version__,
-        "shape": {name: getattr(stack, name) for name in stack.__dataclass_fields__},
+        "shape": asdict(stack) | {"branches": branches},
         "rounds": rounds,
         "worst_off_by": max(abs(row["off_by"]) for row in every),
         "worst_off_by_with_one_factor": max(abs(row["off_by_with_one_factor"]) for row in every),
@@ -334,19 +287,3 @@ def _off(error: float) -> str:
 
 def _short(value: float) -> float:
     return float(f"{value:.5g}")
-
-
-def _spread(seconds: list[float]) -> str:
-    middle, low, high = (f"{1000 * f(seconds):.1f}" for f in (median, min, max))
-    return f"{middle} [{low} - {high}]"
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE)
-    for column in columns:
-        table.add_column(column, justify="left" if column == "layout" else "right")
-    return table
-
-
-def _print(table: Table) -> None:
-    Console(width=120, markup=False, highlight=False).print(table)

@@ -76,11 +76,7 @@ def workload_of_folder(
 
 
 def workload_of_pipeline(pipeline: Any, model: nn.Module, arguments: Mapping[str, Any]) -> Workload:
-    """The workload of a call of a loaded Wan-like pipeline; the call's defaults fill in for `arguments`.
-
-    Guidance is not known before a call, so without `guidance_scale` one branch is counted: a cfg axis would
-    idle whenever guidance is off.
-    """
+    """The workload of a call of a loaded Wan-like pipeline; the call's defaults fill in for `arguments`."""
     defaults = {n: p.default for n, p in inspect.signature(pipeline.__call__).parameters.items()}
     sizes = {n: arguments.get(n) or defaults.get(n) or 1 for n in ("height", "width", "num_frames")}
     spatial = getattr(pipeline, "vae_scale_factor_spatial", 8)
@@ -89,12 +85,13 @@ def workload_of_pipeline(pipeline: Any, model: nn.Module, arguments: Mapping[str
     patch = config["patch_size"]
     frames = ((sizes["num_frames"] - 1) // temporal + 1) // patch[0]
     tokens = frames * (sizes["height"] // spatial // patch[1]) * (sizes["width"] // spatial // patch[2])
+    guidance = arguments.get("guidance_scale", defaults.get("guidance_scale")) or 1
     parts = [c for c in pipeline.components.values() if isinstance(c, nn.Module)]
     return workload_of_config(
         config,
         tokens=max(1, tokens),
         itemsize=next(model.parameters()).element_size(),
-        branches=2 if (arguments.get("guidance_scale") or 1) > 1 else 1,
+        branches=2 if guidance > 1 else 1,
         parameter_bytes=sum(p.numel() * p.element_size() for part in parts for p in part.parameters()),
         text_tokens=arguments.get("max_sequence_length")
         or defaults.get("max_sequence_length")
