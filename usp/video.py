@@ -1,12 +1,12 @@
 """Frames to files: an mp4 and a contact sheet, written whole or not at all."""
 
-import os
-from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageDraw
+
+from usp.files import check_writable, write_whole
 
 SHEET_COLUMNS = 6
 SHEET_FRAMES = 12
@@ -23,15 +23,7 @@ def check_output(path: Path) -> None:
         raise ValueError(
             f"output {str(path)!r} was asked for; this task writes mp4; use a name that ends in .mp4"
         )
-    for file in (path, path.with_suffix(".png")):
-        if os.path.isdir(file):
-            raise ValueError(f"output {str(file)!r} is a folder; give the name of a file in it")
-    # os.path answers False where Path raises, as in a folder that is closed to the user
-    parent = next(p for p in path.absolute().parents if os.path.exists(p))
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise ValueError(
-            f"output {str(path)!r}: {parent} is not a folder that can be written to; choose another"
-        )
+    check_writable(path, (path, path.with_suffix(".png")))
 
 
 def write_video(frames_THWC: np.ndarray, path: Path, *, fps: int) -> None:
@@ -54,7 +46,7 @@ def write_video(frames_THWC: np.ndarray, path: Path, *, fps: int) -> None:
                 container.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), "rgb24")))
             container.mux(stream.encode())
 
-    _whole_or_not(path, write)
+    write_whole(path, write)
 
 
 def write_contact_sheet(frames_THWC: np.ndarray, path: Path, *, caption: str) -> None:
@@ -70,15 +62,4 @@ def write_contact_sheet(frames_THWC: np.ndarray, path: Path, *, caption: str) ->
         row, column = divmod(place, SHEET_COLUMNS)
         at = (gap + column * (width + gap), head + gap + row * (height + gap))
         sheet.paste(Image.fromarray(frames_THWC[pick]), at)
-    _whole_or_not(path, lambda temporary: sheet.save(temporary, format="PNG"))
-
-
-def _whole_or_not(path: Path, write: Callable[[Path], None]) -> None:
-    """Write to a temporary name in the same folder, which is made, then rename; on failure leave nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        write(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(path, lambda temporary: sheet.save(temporary, format="PNG"))

@@ -10,7 +10,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from usp.demo.tiny import flux, qwen_image, sd3, sd15, wan, z_image
+from usp.demo.tiny import (
+    cogvideox,
+    flux,
+    flux2,
+    hunyuan_video,
+    ltx_video,
+    qwen_image,
+    sd3,
+    sd15,
+    wan,
+    z_image,
+)
 from usp.demo.tiny.pictures import one_picture, two_pictures
 from usp.demo.tiny.weights import built
 
@@ -22,6 +33,7 @@ class Family:
     make: Callable[[], Any]
     call: Mapping[str, Any]
     images: Callable[[], Mapping[str, Any]] = dict
+    negative: bool = True  # whether it takes a negative prompt
 
 
 FAMILIES = {
@@ -35,9 +47,14 @@ FAMILIES = {
     "qwen-image-edit": Family(make=qwen_image.edit, call=qwen_image.EDIT_CALL, images=one_picture),
     "qwen-image-edit-plus": Family(make=qwen_image.edit_plus, call=qwen_image.EDIT_CALL, images=two_pictures),
     "flux": Family(make=flux.text_to_image, call=flux.CALL),
+    "flux2": Family(make=flux2.dev, call=flux2.CALL, negative=False),
+    "flux2-klein": Family(make=flux2.klein, call=flux2.CALL, negative=False),
     "sd3": Family(make=sd3.text_to_image, call=sd3.CALL),
     "z-image": Family(make=z_image.text_to_image, call=z_image.CALL),
     "sd15": Family(make=sd15.text_to_image, call=sd15.CALL),
+    "hunyuan-video": Family(make=hunyuan_video.text_to_video, call=hunyuan_video.CALL),
+    "ltx-video": Family(make=ltx_video.text_to_video, call=ltx_video.CALL),
+    "cogvideox": Family(make=cogvideox.text_to_video, call=cogvideox.CALL),
 }
 
 
@@ -72,5 +89,7 @@ def save(name: str, folder: Path, seed: int = 0) -> int:
 def call_arguments(name: str) -> dict[str, Any]:
     """The arguments of a small call with guidance: two prompts of different length, few tokens, 3 steps."""
     chosen = family(name)
-    prompts = {"prompt": "a red circle moving right", "negative_prompt": "blurry photo"}
+    prompts = {"prompt": "a red circle moving right"}
+    if chosen.negative:
+        prompts["negative_prompt"] = "blurry photo"
     return {**prompts, **chosen.images(), **chosen.call}

@@ -12,10 +12,10 @@ from functools import cache
 from string import ascii_letters, digits, punctuation
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
-from transformers import CLIPTokenizer, Qwen2Tokenizer, T5Tokenizer
+from transformers import CLIPTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer, T5Tokenizer
 
 CLIP_LENGTH = 77
 PROMPTS = """
@@ -33,6 +33,13 @@ TEMPLATES = (
     "meets the user's requirements while maintaining consistency with the original input where "
     "appropriate.\n",
     "Picture 1: 2 3 4 think \n\n",
+    "Describe the video by detailing the following aspects: 1. The main content and theme of the video.2. "
+    "The color, shape, size, texture, quantity, text, and spatial relationships of the objects.3. Actions, "
+    "events, behaviors temporal relationships, physical movement changes of the objects.4. background "
+    "environment, light, style and atmosphere.5. camera angles, movements, and transitions used in the "
+    "video:",
+    "You are an AI that reasons about image descriptions. You give structured responses focusing on object "
+    "relationships, object\nattribution and actions without speculation.",
 )
 CLIP_WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"""
 QWEN_WORDS = (
@@ -50,6 +57,14 @@ QWEN_SPECIAL = (
     "<|video_pad|>",
 )
 # Qwen's own, as far as diffusers' pipelines use it: turns, and an empty thought when thinking is off.
+LLAMA_SPECIAL = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+MISTRAL_SPECIAL = ("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]", "[IMG]")
+# Mistral's, for a system message and turns whose content is a list of texts.
+MISTRAL_TEMPLATE = (
+    "{{- bos_token }}{%- for message in messages %}{%- set text = message.content[0].text %}"
+    "{%- if message.role == 'system' %}{{- '[SYSTEM_PROMPT]' + text + '[/SYSTEM_PROMPT]' }}"
+    "{%- else %}{{- '[INST]' + text + '[/INST]' }}{%- endif %}{%- endfor %}"
+)
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"
     "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
@@ -110,6 +125,42 @@ def qwen_tokenizer(**options: Any) -> Qwen2Tokenizer:
         merges=merges,
         extra_special_tokens=list(QWEN_SPECIAL[1:]),
         chat_template=CHAT_TEMPLATE,
+        model_max_length=4096,
+        **options,
+    )
+
+
+def llama_tokenizer() -> PreTrainedTokenizerFast:
+    """Llama 3's tokenizer: `<|begin_of_text|>` before each text, and special tokens for turns."""
+    return _bytewise_tokenizer("<|begin_of_text|>", "<|end_of_text|>", LLAMA_SPECIAL)
+
+
+def mistral_tokenizer() -> PreTrainedTokenizerFast:
+    """Mistral 3's tokenizer: `<s>` before each text, special tokens for turns and images, a chat template."""
+    return _bytewise_tokenizer("<s>", "</s>", MISTRAL_SPECIAL, chat_template=MISTRAL_TEMPLATE)
+
+
+def _bytewise_tokenizer(
+    start: str, end: str, special: tuple[str, ...], **options: Any
+) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer of words as Qwen's that puts `start` before a text unless it is there."""
+    pieces, merges = _merges(QWEN_WORDS, "")
+    made = Tokenizer(BPE(vocab=pieces, merges=merges))
+    made.add_special_tokens([start, end, *special])
+    words = pre_tokenizers.Split(Regex(QWEN_WORDS), behavior="isolated")
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    made.decoder = decoders.ByteLevel()
+    made.post_processor = processors.TemplateProcessing(
+        single=f"{start} $A", special_tokens=[(start, made.token_to_id(start))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        bos_token=start,
+        eos_token=end,
+        pad_token=end,
+        extra_special_tokens=list(special),
         model_max_length=4096,
         **options,
     )
