@@ -19,7 +19,7 @@ from usp.layout import Split
 from usp.model_folder import ModelFacts, read_model_folder
 from usp.options import JobOptions
 from usp.pipeline import ParallelPipeline
-from usp.planner import Choice, choose_for, parse_link, workload_of_folder
+from usp.planner import Choice, branches_of, choose_for, parse_link, workload_of_folder
 from usp.randomness import check_seed
 from usp.schedulers import check_scheduler, with_scheduler
 from usp.tasks import Request, Task, choose_dtype, load_pipeline, model_path, settle
@@ -57,7 +57,7 @@ class Job:
             width=r.width,
             height=r.height,
             num_frames=r.num_frames,
-            guidance_scale=r.guidance_scale,
+            branches=branches_of(self.request.call_arguments(), {}),
             itemsize=self.dtype.itemsize,
         )
         link = None if options.link is None else parse_link(options.link)
