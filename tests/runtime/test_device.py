@@ -1,5 +1,6 @@
 """The device is resolved once per rank, from what is there; no vendor is touched that nobody asked for."""
 
+import ast
 import inspect
 import os
 import subprocess
@@ -23,6 +24,8 @@ from runtime.device import (
     resolve_device,
 )
 from tests.runtime.processes import ROOT
+
+PACKAGES = sorted(p for top in ("usp", "runtime", "launchers") for p in (ROOT / top).rglob("*.py"))
 
 
 @pytest.mark.parametrize("kind", ["cuda", "npu", "musa", "xpu"])
@@ -339,6 +342,40 @@ def test_b70_an_installed_torch_npu_alone_is_not_imported(fake_npu, monkeypatch)
     assert not fake_npu.imports.exists()
     files.append("/dev/davinci0")
     assert str(detect_device(None, local_rank=0, world_size=1)) == "npu:0"
+
+
+def test_hazard_5_a_shim_that_the_user_loaded_does_not_mislead(fake_npu, monkeypatch):
+    """transfer_to_npu makes torch.cuda answer for the npu, and nccl look built in: still npu and hccl."""
+    sys.modules["torch_npu"] = types.ModuleType("torch_npu")  # as after the user's own import
+    for name in ("is_available", "device_count", "current_device", "set_device"):
+        monkeypatch.setattr(torch.cuda, name, getattr(fake_npu, name))
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    device = detect_device(None, local_rank=1, world_size=2)
+    device.make_current()
+    assert (str(device), device.backend, device.takes_device_id) == ("npu:1", "hccl", False)
+    assert fake_npu.calls[0] == ("set_device", 1)
+
+
+@pytest.mark.parametrize("path", PACKAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_b70_no_file_rewrites_torch(path):
+    """No assignment to, deletion or setattr of a name below torch in any of our packages."""
+    rewritten = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        targets: list[ast.AST] = []
+        if isinstance(node, (ast.Assign, ast.Delete)):
+            targets = list(node.targets)
+        elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
+            targets = [node.target]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+            targets = [ast.Attribute(node.args[0], "x")]
+        rewritten += [t for t in targets if isinstance(t, ast.Attribute) and root_of(t) == "torch"]
+    assert [ast.unparse(target) for target in rewritten] == []
+
+
+def root_of(node: ast.AST) -> str:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def test_a_torch_npu_that_does_not_load_is_an_error_in_words(tmp_path, monkeypatch):
