@@ -120,7 +120,7 @@ def summarise(events: Iterable[dict[str, Any]]) -> Summary:
         total=total / 1e6,
         compute=_length(compute),
         communication=_length(communication),
-        exposed=_length(union(compute + communication)) - _length(compute),
+        exposed=min(_length(union(compute + communication)) - _length(compute), _length(communication)),
         collectives={name: (len(collectives[name]), seconds[name]) for name in order},
     )
 
