@@ -94,7 +94,8 @@ def buffer_mb(groups: int) -> int:
 
 def _threads(launch: Launch, host: Host) -> Iterator[Setting]:
     threads = max(1, host.cores // launch.nproc)
-    yield Setting("OMP_NUM_THREADS", str(threads), f"{host.cores} cores, {launch.nproc} ranks on a host")
+    ranks = f"{launch.nproc} rank{'s' * (launch.nproc != 1)}"
+    yield Setting("OMP_NUM_THREADS", str(threads), f"{host.cores} cores, {ranks} on a host")
 
 
 def _allocator(launch: Launch, given: Mapping[str, str]) -> Iterator[Setting]:
