@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from runtime.log import get_logger
-from runtime.process_group import World
+from runtime.process_group import World, communicator_bytes
 from runtime.report import format_report, start_rows
 from usp.agreement import describe_call, describe_scheduler, fingerprint, weight_state
 from usp.assembly import Assembly, assemble
@@ -109,6 +109,7 @@ class ParallelPipeline:
         for model in self._models.values():
             self._handles.append(model.register_forward_pre_hook(self._before_forward, prepend=True))
         rows = [*start_rows(self.world), ("parallel", str(self.parallel))]
+        rows += groups.rows(communicator_bytes(self.world.backend))
         rows += self._assembly.rows(self.world.device.torch_device)
         logger.info(format_report("parallel pipeline", rows))
 
