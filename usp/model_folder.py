@@ -90,8 +90,8 @@ class ModelFacts:
 class Layout:
     """Where a family's config files say what its sizes are.
 
-    `heads`, `patch` and `positions` name entries of the config of `parts`, the first that is there; a number for
-    `patch` is what the pipeline itself packs into a token. `multiple` is what the pipeline asks of sizes.
+    `heads`, `patch` and `positions` name entries of the config of `parts`, the first that is there; a number
+    for `patch` is what the pipeline itself packs into a token. `multiple` is what the pipeline asks of sizes.
     """
 
     parts: tuple[str, ...] = ("transformer",)
