@@ -63,6 +63,7 @@ LEVELS = {
     "processors": 5,
     "demo": 6,
     "demo.__main__": 10,
+    "recipes": 0,
     "tasks": 7,
     "options": 7,
     "job": 9,

@@ -1,50 +1,34 @@
-"""Tasks of the command line: which pipeline a name runs, with which defaults, and the request made of it."""
+"""From a task and the user's words to one settled request, and to the pipeline that it is made of."""
 
+import inspect
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 
 from runtime.device import Device
 from usp.demo import DEFAULTS, MODEL_DIR
 from usp.model_folder import ModelFacts
+from usp.processors import parts_without_torchvision
+from usp.recipes import TASKS, WAN_T2V, Task
+
+__all__ = ["TASKS", "WAN_T2V", "Request", "Task"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """A pipeline class and what it is asked for when the user does not say; sizes in pixels and frames."""
-
-    name: str
-    summary: str
-    pipeline: str
-    width: int
-    height: int
-    num_frames: int
-    num_inference_steps: int
-    guidance_scale: float
-    fps: int
-
-
-WAN_T2V = Task(
-    name="wan-t2v",
-    summary="Text to video with a Wan 2.1 or 2.2 pipeline.",
-    pipeline="WanPipeline",
-    width=832,
-    height=480,
-    num_frames=81,
-    num_inference_steps=50,
-    guidance_scale=5.0,
-    fps=16,
-)
+ONE_IMAGE = ("QwenImageEditPipeline",)  # takes more as a batch
+IMAGE_STEP = 32  # pixels; what Qwen's pipelines round to
+OPTIONS = {"negative_prompt": "--negative-prompt", "image": "--image"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One video, all values settled. Every rank must hold the same."""
+    """One video, or some images of one prompt, all values settled. Every rank must hold the same.
+
+    `size_given` is False where width and height are the task's, and may be fitted to the model.
+    """
 
     prompt: str
     negative_prompt: str | None
@@ -54,36 +38,141 @@ class Request:
     num_inference_steps: int
     guidance_scale: float
     fps: int
+    task: Task = WAN_T2V
+    images: tuple[Image.Image, ...] = ()
+    count: int = 1
+    size_given: bool = True
 
     def call_arguments(self) -> dict[str, Any]:
-        """The pipeline's keyword arguments."""
-        names = ("prompt", "negative_prompt", "width", "height", "num_frames", "num_inference_steps")
-        return {name: getattr(self, name) for name in (*names, "guidance_scale")}
+        """The pipeline's keyword arguments, less those that keep their default."""
+        task = self.task
+        names = ("prompt", "width", "height", "num_inference_steps")
+        arguments = {name: getattr(self, name) for name in names}
+        arguments[task.guidance_argument] = self.guidance_scale
+        if self.negative_prompt is not None:
+            arguments["negative_prompt"] = self.negative_prompt
+        if task.kind == "video":
+            arguments["num_frames"] = self.num_frames
+        if self.images:
+            arguments["image"] = self.images[0] if len(self.images) == 1 else list(self.images)
+        if self.count > 1:
+            arguments["num_images_per_prompt"] = self.count
+        return arguments
 
 
-def settle(task: Task, *, bundled: bool, size: str | None, **given: Any) -> Request:
+def settle(
+    task: Task,
+    *,
+    bundled: bool,
+    size: str | None,
+    images: tuple[Image.Image, ...] = (),
+    count: int = 1,
+    **given: Any,
+) -> Request:
     """The request from what the user gave (None: not given) and the task's or the bundled model's defaults.
 
-    `size` is "WIDTHxHEIGHT". Raises ValueError for a value that no model takes.
+    `size` is "WIDTHxHEIGHT"; `count` images are made. Raises ValueError for a value that no model takes.
     """
+    if bundled and not task.bundled:
+        raise ValueError(f"no model was given; {task.name} has none bundled; name one with --model")
     defaults: Any = DEFAULTS if bundled else task
     if size is not None:
-        width, by, height = size.lower().partition("x")
-        if not (by and width.isdecimal() and height.isdecimal()):
-            raise ValueError(f"size {size!r} was given; write WIDTHxHEIGHT in pixels, for example 832x480")
-        given |= {"width": int(width), "height": int(height)}
+        given |= _size(size)
+    elif task.shaped_by_image and images:
+        given |= _shaped_like(images[-1], task)
     if given.get("prompt") is None:
         if not bundled:
-            raise ValueError("no prompt was given; say what the video shall show with --prompt")
+            raise ValueError(f"no prompt was given; say what the {task.kind} shall show with --prompt")
         given["prompt"] = DEFAULTS.prompt
-    names = ("width", "height", "num_frames", "num_inference_steps", "guidance_scale", "fps")
+    _check_counts(task, images, count)
+    names = ("width", "height", "num_inference_steps", "guidance_scale")
+    names += ("num_frames", "fps") if task.kind == "video" else ()
     values = {name: given[name] if given.get(name) is not None else getattr(defaults, name) for name in names}
+    _check_values(task, values, given)
+    return Request(
+        task=task,
+        prompt=given["prompt"],
+        negative_prompt=task.negative_prompt
+        if given.get("negative_prompt") is None
+        else given["negative_prompt"],
+        images=images,
+        count=count,
+        size_given=size is not None or bundled,
+        **{"num_frames": 1, "fps": 1, **values},
+    )
+
+
+def _size(size: str) -> dict[str, int]:
+    width, by, height = size.lower().partition("x")
+    if not (by and width.isdecimal() and height.isdecimal()):
+        raise ValueError(f"size {size!r} was given; write WIDTHxHEIGHT in pixels, for example 832x480")
+    return {"width": int(width), "height": int(height)}
+
+
+def _shaped_like(image: Image.Image, task: Task) -> dict[str, int]:
+    """The image's shape at the task's area, as diffusers' Qwen-Image-Edit computes it."""
+    ratio = image.width / image.height
+    width = math.sqrt(task.width * task.height * ratio)
+    sides = {"width": width, "height": width / ratio}
+    return {name: max(1, round(side / IMAGE_STEP)) * IMAGE_STEP for name, side in sides.items()}
+
+
+def _check_counts(task: Task, images: tuple[Image.Image, ...], count: int) -> None:
+    least, most = task.images
+    if len(images) < least or (most is not None and len(images) > most):
+        advice = "leave --image away" if most == 0 else "give each with --image FILE"
+        takes = f"{least} or more" if most is None else f"{least}" if most == least else f"{least} to {most}"
+        raise ValueError(f"{_images(images)} given; {task.name} takes {takes}; {advice}")
+    if count < 1:
+        raise ValueError(f"{count} images were asked for; use 1 or more")
+    if count > 1 and task.kind == "video":
+        raise ValueError(f"{count} images were asked for; {task.name} makes one video; leave the count away")
+
+
+def _images(images: tuple[Image.Image, ...]) -> str:
+    return "1 image was" if len(images) == 1 else f"{len(images)} images were"
+
+
+def _check_values(task: Task, values: dict[str, Any], given: dict[str, Any]) -> None:
     for name in ("num_inference_steps", "fps"):
-        if values[name] < 1:
+        if name in values and values[name] < 1:
             raise ValueError(f"{name.replace('_', ' ')} {values[name]} was asked for; use 1 or more")
     if not math.isfinite(values["guidance_scale"]):
         raise ValueError(f"guidance scale {values['guidance_scale']} was asked for; use a number; 1 is off")
-    return Request(prompt=given["prompt"], negative_prompt=given.get("negative_prompt"), **values)
+    for name, option in (("num_frames", "--frames"), ("fps", "--fps")):
+        if task.kind == "image" and given.get(name) is not None:
+            raise ValueError(f"{option} {given[name]} was given; {task.name} makes images; leave it away")
+
+
+def fit(request: Request, facts: ModelFacts) -> Request:
+    """The request with a size that this model makes, where the user gave none; as it is if one was given."""
+    if request.size_given:
+        return request
+    width, height = facts.fitted(width=request.width, height=request.height)
+    return replace(request, width=width, height=height)
+
+
+def pipeline_class(request: Request, facts: ModelFacts) -> str:
+    """The name of the class to load the folder with."""
+    return request.task.image_pipeline if request.images and request.task.image_pipeline else facts.pipeline
+
+
+def check_call(request: Request, facts: ModelFacts) -> None:
+    """Raise ValueError unless the pipeline's class takes what is asked of it."""
+    import diffusers
+
+    name = pipeline_class(request, facts)
+    if name in ONE_IMAGE and len(request.images) > 1:
+        raise ValueError(
+            f"{_images(request.images)} given; {name} takes one; use an Edit-Plus model (2509 or later)"
+        )
+    taken = inspect.signature(getattr(diffusers, name).__call__).parameters
+    for argument in request.call_arguments():
+        if argument not in taken:
+            option = OPTIONS.get(argument, argument)
+            raise ValueError(
+                f"{option} was given; {name} takes no {argument.replace('_', ' ')}; leave it away"
+            )
 
 
 def model_path(model: str | None) -> Path | None:
@@ -113,8 +202,11 @@ def choose_dtype(name: str, device: Device) -> torch.dtype:
     return DTYPES[name]
 
 
-def load_pipeline(facts: ModelFacts, dtype: torch.dtype, *, quiet: bool) -> Any:
-    """The pipeline of a folder in `dtype`, its VAE in fp32 as Wan wants it; `quiet` hides loading bars."""
+def load_pipeline(facts: ModelFacts, dtype: torch.dtype, *, quiet: bool, pipeline: str | None = None) -> Any:
+    """The pipeline of a folder in `dtype`, a VAE that wants fp32 in fp32; `quiet` hides loading bars.
+
+    `pipeline` is the class to load it with, where that is not the folder's own.
+    """
     import diffusers
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
@@ -122,7 +214,7 @@ def load_pipeline(facts: ModelFacts, dtype: torch.dtype, *, quiet: bool) -> Any:
     if quiet:
         diffusers_logging.disable_progress_bar()
         transformers_logging.disable_progress_bar()
-    dtypes = {"default": dtype, "vae": torch.float32}
-    return getattr(diffusers, facts.pipeline).from_pretrained(
-        facts.folder, dtype=dtypes, local_files_only=True
+    dtypes = {"default": dtype} | ({"vae": torch.float32} if facts.vae_in_fp32 else {})
+    return getattr(diffusers, pipeline or facts.pipeline).from_pretrained(
+        facts.folder, dtype=dtypes, local_files_only=True, **parts_without_torchvision(facts.folder)
     )
