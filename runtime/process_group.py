@@ -19,7 +19,7 @@ from runtime.world import USERS, PeerError, World, gather_text, seconds
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["PeerError", "RankEnv", "World", "connect", "ending_together", "read_rank_env"]
+__all__ = ["PeerError", "RankEnv", "World", "connect", "ending_together", "read_hub", "read_rank_env"]
 
 logger = get_logger(__name__)
 
@@ -72,6 +72,11 @@ def read_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv:
     numbers = {name.lower(): int(value) for name, value in found.items()}
     numbers.setdefault("local_world_size", numbers["world_size"])  # launchers that do not tell use one host
     return RankEnv(**numbers)
+
+
+def read_hub(environ: Mapping[str, str] | None = None) -> str:
+    """Return the hub that USP_HUB names, for `runtime.hub`; "huggingface" without it."""
+    return (os.environ if environ is None else environ).get("USP_HUB") or "huggingface"
 
 
 def connect(
