@@ -20,8 +20,9 @@ from safetensors import SafetensorError, safe_open
 
 from runtime.log import get_logger
 
-# Pages of a mapped file count as resident until it is unmapped: after so many bytes it is mapped afresh.
-WINDOW_BYTES = 8 << 20
+# Pages of a mapped file count as resident until it is unmapped, so it is mapped afresh after so many bytes
+# or, if that is more, a 32nd of the file: mapping takes up to 0.1 s, to read torch's pickled index again.
+WINDOW_BYTES, WINDOWS = 4 << 20, 32
 SAFE, PICKLED = (".safetensors",), (".pth", ".pt", ".bin")
 SHARD = re.compile(r"(?P<head>.+)-(?P<number>\d+)-of-(?P<total>\d+)(?P<tail>\.\w+)")
 LFS_POINTER = b"version https://git-lfs"
@@ -43,6 +44,10 @@ class FileTensor(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Do `func` on shapes alone, and remember it."""
         kwargs = kwargs or {}
+        if (
+            func is torch.cat and len(args[0]) == 1
+        ):  # how converters copy a part that they cut out: not needed
+            return args[0][0]
         name = getattr(func, "__name__", "")
         assert name.endswith("__") or not name.endswith("_"), (
             f"{name} would change a tensor that is in a file"
@@ -112,6 +117,7 @@ class _File:
         self.path = path
         self._mapped: Any = None
         self._read = 0
+        self._window = max(WINDOW_BYTES, path.stat().st_size // WINDOWS)
 
     def header(self) -> dict[str, torch.Tensor]:
         """Shape and dtype of each tensor, as meta tensors."""
@@ -127,13 +133,14 @@ class _File:
         return {key: value.detach().to("meta") for key, value in mapped.items()}
 
     def tensor(self, key: str) -> torch.Tensor:
+        """The tensor in the mapped file."""
         mapped = self._map()
         value = mapped[key] if isinstance(mapped, Mapping) else mapped.get_tensor(key)
         self._read += value.nbytes
         return value.detach()
 
     def _map(self) -> Any:
-        if self._mapped is None or self._read > WINDOW_BYTES:
+        if self._mapped is None or self._read > self._window:
             self._mapped, self._read = None, 0  # let go of the old mapping first
             self._mapped = self._open()
         return self._mapped

@@ -71,24 +71,25 @@ def load_module(
     places = _places(module)
     _check_keys(module, places, tensors)
     named = {name: (tensors[name], places[name]) for name in tensors}
-    for name, (tensor, places_of) in named.items():
-        _check_fit(module, name, tensor, places_of[0].now)
-    report = {"tensors": 0, "bytes_in_files": 0, "bytes_held": 0, "cast": 0}
-    done: set[int] = set()
-    for name, (tensor, places_of) in named.items():
-        if id(places_of) in done:
-            continue
-        done.add(id(places_of))
-        wanted = _wanted(tensor, dtype, fp32=stays_fp32(name))
-        value = torch.empty(tensor.shape, dtype=wanted, device=device.torch_device)
-        value.copy_(tensor.read() if isinstance(tensor, FileTensor) else tensor)
-        _put(places_of, value)
-        report["tensors"] += 1
-        report["bytes_in_files"] += tensor.nbytes
-        report["bytes_held"] += value.nbytes
-        report["cast"] += wanted != tensor.dtype
+    for name, (tensor, where) in named.items():
+        _check_fit(module, name, tensor, where[0].now)
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for name, (tensor, where) in named.items():
+        if id(where) not in made:
+            wanted = _wanted(tensor, dtype, fp32=stays_fp32(name))
+            value = torch.empty(tensor.shape, dtype=wanted, device=device.torch_device)
+            value.copy_(tensor.read() if isinstance(tensor, FileTensor) else tensor)
+            made[id(where)] = tensor, value
+            _put(where, value)
     module.to(device.torch_device)  # buffers that are in no file
-    return LoadReport(module=type(module).__name__, device=str(device), **report)
+    return LoadReport(
+        module=type(module).__name__,
+        device=str(device),
+        tensors=len(made),
+        bytes_in_files=sum(tensor.nbytes for tensor, _ in made.values()),
+        bytes_held=sum(value.nbytes for _, value in made.values()),
+        cast=sum(tensor.dtype != value.dtype for tensor, value in made.values()),
+    )
 
 
 def _places(module: nn.Module) -> dict[str, list[_Place]]:

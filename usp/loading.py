@@ -106,9 +106,10 @@ def _load_part(
     cls: Any = getattr(diffusers if library == "diffusers" else transformers, class_name)
     if library == "diffusers" and plain:
         model = empty_model(cls, config, dtype)
-        tensors = open_checkpoint(resolve_files(folder if file is None else file))
+        paths = resolve_files(folder if file is None else file)
+        tensors = open_checkpoint(paths)
         if file is not None:
-            tensors = single_file_tensors(model, config, tensors, resolve_files(file))
+            tensors = single_file_tensors(model, config, tensors, paths)
         else:
             model._fix_state_dict_keys_on_load(tensors)  # names of old attention blocks
         return model, fill(model, tensors, device=device, dtype=dtype)

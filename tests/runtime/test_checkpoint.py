@@ -77,6 +77,7 @@ def test_a_tensor_in_a_file_is_neither_changed_nor_asked(tmp_path):
 def test_the_file_is_mapped_afresh_after_a_window(tmp_path, suffix, monkeypatch):
     """Pages of a mapping stay resident until it goes: no mapping reads much more than the window."""
     monkeypatch.setattr(checkpoint, "WINDOW_BYTES", 1000)
+    monkeypatch.setattr(checkpoint, "WINDOWS", 1 << 20)
     path = write(tmp_path / f"m{suffix}", **{f"w{i}": torch.full((100,), float(i)) for i in range(9)})
     opened = []
     plain = checkpoint._File._open

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from runtime.device import Device
 from tests import tiny
 from tests.usp import originals
-from usp import original_layouts
+from usp import original_layouts, parts
 from usp.loading import load_pipeline
 from usp.original_layouts import CLIP_FILE, T5_FILE, Parts, configs, detect, parts_of
 
@@ -75,15 +76,11 @@ def test_an_original_folder_is_the_diffusers_pipeline(tmp_path, kind, experts):
     assert loaded.config.expand_timesteps == plain.config.expand_timesteps
     assert torch.equal(call(loaded, kind), call(plain, kind))
     for name, config in configs(layout).items():  # what a size check needs, before weights are read
-        assert {key: loaded.components[name].config[key] for key in config}.items() >= _lists(config).items()
-
-
-def _lists(config: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if not isinstance(value, tuple)}
+        assert {key: loaded.components[name].config[key] for key in config} == config
 
 
 def test_dtypes_are_those_of_from_pretrained(tmp_path):
-    """bf16 with the VAE in fp32: each parameter as diffusers and transformers would have it, fp32 ones too."""
+    """bf16 with the VAE in fp32: each parameter as diffusers and transformers have it, fp32 ones too."""
     plain = originals.pipeline("i2v")
     folder = originals.write_original(plain, "i2v", tmp_path / "original")
     plain.save_pretrained(tmp_path / "diffusers")
@@ -104,13 +101,12 @@ def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def t5_bias(table: torch.Tensor, length: int) -> torch.Tensor:
-    """T5's bidirectional relative position bias, (heads, length, length): exact to 8, then by logarithm to 128."""
+    """T5's relative position bias, (heads, length, length): exact up to 8, then by logarithm up to 128."""
     distance = torch.arange(length) - torch.arange(length)[:, None]
     half, exact = len(table) // 2, len(table) // 4
-    far = exact + (torch.log(distance.abs() / exact) / math.log(128 / exact) * (half - exact)).nan_to_num(
-        neginf=0
-    )
-    bucket = torch.where(distance.abs() < exact, distance.abs(), far.long().clamp(max=half - 1))
+    log = torch.log(distance.abs().clamp(min=1) / exact) / math.log(128 / exact)
+    far = (exact + log * (half - exact)).long().clamp(max=half - 1)
+    bucket = torch.where(distance.abs() < exact, distance.abs(), far)
     return table[bucket + half * (distance > 0)].permute(2, 0, 1)
 
 
@@ -226,13 +222,14 @@ def spoil(folder: Path, fault: str) -> str:
         said = "'blocks.2.scale_shift_table' is in none of them"
     elif fault == "width":
         config["ffn_dim"] = 48
-        said = ".safetensors: key 'blocks.0.ffn.0.bias' has the shape (64,); WanTransformer3DModel's blocks.0.ffn.net"
+        said = "key 'blocks.0.ffn.0.bias' has the shape (64,); WanTransformer3DModel's blocks.0.ffn.net"
     elif fault == "no t5 key":
         state.pop("token_embedding.weight")
         said = f"{folder / T5_FILE} has not the key 'token_embedding.weight', but keys such as"
     elif fault == "extra t5 key":
         state["blocks.0.attn.extra"] = torch.ones(1)
-        said = f"it has no place for 'blocks.0.attn.extra' ({folder / T5_FILE}: key 'blocks.0.attn.extra'; 1 such)"
+        key = "'blocks.0.attn.extra'"
+        said = f"it has no place for {key} ({folder / T5_FILE}: key {key}; 1 such)"
     else:
         (folder / "diffusion_pytorch_model-00002-of-00002.safetensors").unlink()
         said = "lists 2 files, 1 are missing, the first is"
@@ -241,17 +238,39 @@ def spoil(folder: Path, fault: str) -> str:
     return said
 
 
+@pytest.fixture(scope="module")
+def image_folder(tmp_path_factory) -> tuple[Path, Any]:
+    """An original image-to-video folder, to be copied and spoilt, and its pipeline."""
+    plain = originals.pipeline("i2v")
+    return originals.write_original(plain, "i2v", tmp_path_factory.mktemp("i2v")), plain
+
+
 FAULTS = ["kind", "no clip", "config", "layers", "width", "no t5 key", "extra t5 key", "shard"]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_wrong_in_an_original_folder_is_named(tmp_path, fault):
+def test_what_is_wrong_in_an_original_folder_is_named(tmp_path, image_folder, fault):
     """File, and key where there is one, in one sentence."""
-    plain = originals.pipeline("i2v")
-    said = spoil(originals.write_original(plain, "i2v", tmp_path), fault)
+    folder, plain = image_folder
+    said = spoil(shutil.copytree(folder, tmp_path / "copy"), fault)
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is checked below
-        load(tmp_path, plain)
+        load(tmp_path / "copy", plain)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_every_model_is_loaded_to_the_device_of_the_rank(image_folder, monkeypatch, index):
+    """B05: the loader of each is handed the device with its index, not a kind that could mean card 0."""
+    devices, plain = [], parts.load_module
+
+    def spy(*args: Any, device: Device, **kwargs: Any) -> Any:
+        devices.append(device)
+        return plain(*args, device=CPU, **kwargs)
+
+    monkeypatch.setattr(parts, "load_module", spy)
+    device = Device("npu", index)
+    load_pipeline(image_folder[0], pipeline="WanImageToVideoPipeline", device=device, dtypes=FP32)
+    assert devices == [device] * 4  # transformer, text encoder, VAE, image encoder
 
 
 def test_a_folder_of_another_task_names_the_right_ones(tmp_path):
@@ -263,5 +282,5 @@ def test_a_folder_of_another_task_names_the_right_ones(tmp_path):
     )
     with pytest.raises(ValueError, match=message):
         load_pipeline(tmp_path, pipeline="WanImageToVideoPipeline", device=CPU, dtypes=FP32)
-    with pytest.raises(ValueError, match="; transformer can be replaced in diffusers folders$"):
+    with pytest.raises(ValueError, match=r"; transformer can be replaced in diffusers folders$"):
         load_pipeline(tmp_path, pipeline="WanPipeline", device=CPU, dtypes=FP32, files={"transformer": "x"})
