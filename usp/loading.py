@@ -23,7 +23,7 @@ COMFY_PREFIX = "model.diffusion_model."  # in files that hold a whole pipeline
 
 
 def hub_folder(name: str, world: World, *, hub: str) -> Path:
-    """The folder of the model `name` on `hub`, downloaded once per host; safetensors, if it has an index.
+    """The folder of the model `name` on `hub`, downloaded once per host (`wanted_files` of it).
 
     Every rank must call it; it waits on the store. Raises as `runtime.hub.local_folder` does.
     """

@@ -11,7 +11,7 @@ import pytest
 
 from runtime.device import Device
 from runtime.hub import HubError, Patterns, check_hub, local_folder
-from runtime.process_group import PeerError, World, connect, read_hub
+from runtime.process_group import PeerError, World, connect, ending_together, read_hub
 from tests.runtime.processes import fork_ranks
 
 CPU = Device("cpu")
@@ -49,14 +49,14 @@ def fetch(folder: Path, hosts: int, limit_s: float) -> None:
     sys.path.insert(0, str(folder))
     if hosts > 1:
         os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    with connect(CPU, self_test=False) as world:
+    # Rank 0 serves the store, so it must not leave before the others.
+    with connect(CPU, self_test=False) as world, ending_together(world):
         if world.rank == 0 and limit_s < 1:
             time.sleep(2)
         try:
             print(local_folder("a/b", world, first=FIRST, then=rest, hub="modelscope", limit_s=limit_s))
         except (HubError, PeerError) as error:
             print(f"{type(error).__name__}: {error}")
-        world.meet("the end", 30)
 
 
 def run(folder: Path, *, hosts: int = 1, limit_s: float = 30.0) -> tuple[list[str], list[str]]:
