@@ -26,6 +26,7 @@ __all__ = [
     "communicator_bytes",
     "connect",
     "ending_together",
+    "read_hub",
     "read_rank_env",
 ]
 
@@ -80,6 +81,11 @@ def read_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv:
     numbers = {name.lower(): int(value) for name, value in found.items()}
     numbers.setdefault("local_world_size", numbers["world_size"])  # launchers that do not tell use one host
     return RankEnv(**numbers)
+
+
+def read_hub(environ: Mapping[str, str] | None = None) -> str:
+    """Return the hub that USP_HUB names, for `runtime.hub`; "huggingface" without it."""
+    return (os.environ if environ is None else environ).get("USP_HUB") or "huggingface"
 
 
 def connect(

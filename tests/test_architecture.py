@@ -52,6 +52,10 @@ LEVELS = {
     "planner": 6.5,  # auto and --layouts use it, it uses the adapter
     "planner.__main__": 11,
     "planner.fit": 10.5,  # runs what the bench runs
+    "original_keys": 4,
+    "parts": 4,
+    "original_layouts": 5,
+    "loading": 6,
     "pipeline": 8,
     "model_folder": 6,
     "schedulers": 6,
