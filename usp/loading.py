@@ -18,6 +18,7 @@ from runtime.loading import LoadReport
 from runtime.world import World
 from usp.original_layouts import detect, load_original
 from usp.parts import empty_model, fill, read_keys
+from usp.processors import parts_without_torchvision
 
 COMFY_PREFIX = "model.diffusion_model."  # in files that hold a whole pipeline
 
@@ -81,8 +82,14 @@ def load_pipeline(
             folder / name, library, class_name, device, dtype(name), files.get(name)
         )
         reports |= {name: report} if report else {}
-    rest = {"dtype": dict(dtypes), "local_files_only": True}
+    rest = {"dtype": dict(dtypes), "local_files_only": True, **parts_without_torchvision(folder)}
     return cls.from_pretrained(folder, **made, **rest), reports
+
+
+def quiet() -> None:
+    """Hide the loading bars of diffusers and transformers in this process."""
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
 
 
 def _models(index: Mapping[str, Any]) -> dict[str, tuple[str, str]]:

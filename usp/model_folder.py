@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ class ModelFacts:
     patch_size: tuple[int, int, int]
     max_positions: int | None = 1024  # tokens along each of time, height and width
     vae_in_fp32: bool = True
+    config: Mapping[str, Any] = field(
+        default_factory=dict, repr=False
+    )  # the transformer's, in diffusers' words
 
     def check_size(self, *, width: int, height: int, num_frames: int) -> None:
         """Raise ValueError, naming the nearest sizes that work, unless the model makes exactly this size."""
@@ -137,8 +140,10 @@ def read_model_folder(folder: Path, *, pipeline: str | tuple[str, ...]) -> Model
     """
     if not folder.is_dir():
         raise ValueError(f"model {str(folder)!r} is not a folder here; give a diffusers folder or a hub name")
-    index = _read_json(folder / "model_index.json")
     wanted = (pipeline,) if isinstance(pipeline, str) else pipeline
+    if not (folder / "model_index.json").is_file() and (facts := _original(folder, wanted)) is not None:
+        return facts
+    index = _read_json(folder / "model_index.json")
     found = index.get("_class_name", "folder without _class_name in model_index.json")
     if found not in wanted:
         raise ValueError(
@@ -173,16 +178,46 @@ def _check_parts(folder: Path, parts: list[str], layout: Layout) -> None:
             raise ValueError(f"{folder / part} is empty; download the model again")
 
 
+def _original(folder: Path, wanted: tuple[str, ...]) -> ModelFacts | None:
+    """The facts of an original Wan folder, from the headers of its files; None if it is none."""
+    from usp.original_layouts import KINDS, configs, detect  # which bring diffusers
+
+    original = detect(folder)
+    if original is None:
+        return None
+    found = next((name for name in wanted if name in KINDS[original.kind]), None)
+    if found is None:
+        raise ValueError(
+            f"{folder} holds {original.name}; this task runs a {' or '.join(wanted)}; use the task for "
+            f"{' or '.join(KINDS[original.kind])}"
+        )
+    read = configs(original)
+    config = {"_class_name": "WanTransformer3DModel", **read[next(iter(original.transformers))]}
+    return _facts_of(folder, found, LAYOUTS[found], (config, folder), (read["vae"], folder))
+
+
 def _facts(folder: Path, pipeline: str, layout: Layout, part: str) -> ModelFacts:
     """The facts from the config files of the model's part and of the VAE."""
-    path = folder / part / "config.json"
-    config, vae = _read_json(path), _read_json(folder / "vae" / "config.json")
+    paths = [folder / name / "config.json" for name in (part, "vae")]
+    config, vae = ((_read_json(path), path) for path in paths)
+    return _facts_of(folder, pipeline, layout, config, vae)
+
+
+def _facts_of(
+    folder: Path,
+    pipeline: str,
+    layout: Layout,
+    model: tuple[Mapping[str, Any], Path],
+    vae: tuple[Mapping[str, Any], Path],
+) -> ModelFacts:
+    """The facts from two configs, each with where it was read."""
+    config, path = model
     for name in (layout.heads, layout.patch):
         if isinstance(name, str) and name not in config:
             raise ValueError(f"{path} has no {name}; a {pipeline} needs one; check the path")
     heads = config[layout.heads]
     patch = _patch(config[layout.patch] if isinstance(layout.patch, str) else layout.patch)
-    spatial, temporal = _vae_factors(vae, folder / "vae" / "config.json")
+    spatial, temporal = _vae_factors(*vae)
     positions = config.get(layout.positions, layout.positions_default) if layout.positions else None
     return ModelFacts(
         folder=folder,
@@ -194,12 +229,13 @@ def _facts(folder: Path, pipeline: str, layout: Layout, part: str) -> ModelFacts
         spatial_factor=spatial,
         patch_size=patch,
         vae_in_fp32=layout.vae_in_fp32,
+        config=config,
     )
 
 
 def _patch(value: Any) -> tuple[int, int, int]:
     """Latents to a token along time, height and width, from what a config writes for it."""
-    sizes = list(value) if isinstance(value, list) else [value]
+    sizes = list(value) if isinstance(value, (list, tuple)) else [value]
     return (1, sizes[0], sizes[0]) if len(sizes) == 1 else (sizes[0], sizes[1], sizes[2])
 
 

@@ -6,20 +6,25 @@ from typing import Annotated
 
 import typer
 
-VIDEO, PARALLEL, MODEL, OUTPUT = "Video", "Parallel", "Model", "Output"
+PICTURE, PARALLEL, MODEL, OUTPUT = "Picture", "Parallel", "Model", "Output"
 
-Prompt = Annotated[str | None, typer.Option(help="What the video shows.", rich_help_panel=VIDEO)]
-NegativePrompt = Annotated[str | None, typer.Option(help="What it shall not show.", rich_help_panel=VIDEO)]
-Size = Annotated[str | None, typer.Option(help="WIDTHxHEIGHT in pixels.", rich_help_panel=VIDEO)]
-Frames = Annotated[int | None, typer.Option(help="Number of frames.", rich_help_panel=VIDEO)]
-Steps = Annotated[int | None, typer.Option(help="Denoising steps.", rich_help_panel=VIDEO)]
-Guidance = Annotated[float | None, typer.Option(help="Guidance scale; 1 is off.", rich_help_panel=VIDEO)]
-Seed = Annotated[int, typer.Option(help="Noise seed; -1 draws one.", rich_help_panel=VIDEO)]
+Prompt = Annotated[str | None, typer.Option(help="What it shows.", rich_help_panel=PICTURE)]
+NegativePrompt = Annotated[str | None, typer.Option(help="What it shall not show.", rich_help_panel=PICTURE)]
+Images = Annotated[
+    list[Path] | None,
+    typer.Option("--image", help="An input image; repeat for several.", rich_help_panel=PICTURE),
+]
+Count = Annotated[int, typer.Option("--count", help="Images to make of one prompt.", rich_help_panel=PICTURE)]
+Size = Annotated[str | None, typer.Option(help="WIDTHxHEIGHT in pixels.", rich_help_panel=PICTURE)]
+Frames = Annotated[int | None, typer.Option(help="Number of frames.", rich_help_panel=PICTURE)]
+Steps = Annotated[int | None, typer.Option(help="Denoising steps.", rich_help_panel=PICTURE)]
+Guidance = Annotated[float | None, typer.Option(help="Guidance scale; 1 is off.", rich_help_panel=PICTURE)]
+Seed = Annotated[int, typer.Option(help="Noise seed; -1 draws one.", rich_help_panel=PICTURE)]
 Scheduler = Annotated[
     str | None,
     typer.Option(
         help="euler, heun, lcm, unipc, dpm++ ...; the task decides. (default: the model's)",
-        rich_help_panel=VIDEO,
+        rich_help_panel=PICTURE,
     ),
 ]
 ParallelText = Annotated[
@@ -68,6 +73,18 @@ Loras = Annotated[
         "--lora", help="FILE[:SCALE]; repeat; transformer_2=FILE for one expert.", rich_help_panel=MODEL
     ),
 ]
+Weights = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--weights", help="COMPONENT=FILE or glob instead of the folder's; repeat.", rich_help_panel=MODEL
+    ),
+]
+Hub = Annotated[
+    str | None,
+    typer.Option(
+        "--hub", help="huggingface or modelscope. (default: USP_HUB, huggingface)", rich_help_panel=MODEL
+    ),
+]
 DtypeName = Annotated[str, typer.Option("--dtype", help="auto, fp32, bf16, fp16.", rich_help_panel=MODEL)]
 DeviceName = Annotated[
     str | None,
@@ -78,7 +95,9 @@ DeviceName = Annotated[
 Out = Annotated[
     Path | None,
     typer.Option(
-        "--out", help="The mp4; a .png sheet beside it. (default: the task's name)", rich_help_panel=OUTPUT
+        "--out",
+        help="The mp4 (a .png sheet beside it) or PNG. (default: the task's name)",
+        rich_help_panel=OUTPUT,
     ),
 ]
 ProfileFolder = Annotated[
@@ -94,10 +113,12 @@ class JobOptions:
 
     prompt: Prompt = None
     negative_prompt: NegativePrompt = None
+    image: Images = None
     size: Size = None
     frames: Frames = None
     steps: Steps = None
     guidance: Guidance = None
+    count: Count = 1
     seed: Seed = -1
     scheduler: Scheduler = None
     parallel: ParallelText = "auto"
@@ -109,6 +130,8 @@ class JobOptions:
     cache: Cache = None
     timeout: Timeout = 600.0
     model: ModelName = None
+    weights: Weights = None
+    hub: Hub = None
     lora: Loras = None
     dtype: DtypeName = "auto"
     device: DeviceName = None

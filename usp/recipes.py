@@ -35,6 +35,11 @@ class Task:
     bundled: bool = False
 
     @property
+    def pipelines(self) -> tuple[str, ...]:
+        """The pipeline classes that the task runs, the usual one first."""
+        return (self.pipeline,) if isinstance(self.pipeline, str) else self.pipeline
+
+    @property
     def suffix(self) -> str:
         """The ending of what the task writes."""
         return ".mp4" if self.kind == "video" else ".png"

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ from PIL import Image
 from runtime.device import Device
 from usp.demo import DEFAULTS, MODEL_DIR
 from usp.model_folder import ModelFacts
-from usp.processors import parts_without_torchvision
 from usp.recipes import TASKS, WAN_T2V, Task
 
 __all__ = ["TASKS", "WAN_T2V", "Request", "Task"]
@@ -42,6 +42,11 @@ class Request:
     images: tuple[Image.Image, ...] = ()
     count: int = 1
     size_given: bool = True
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """The picture's width, height and number of frames."""
+        return {name: getattr(self, name) for name in ("width", "height", "num_frames")}
 
     def call_arguments(self) -> dict[str, Any]:
         """The pipeline's keyword arguments, less those that keep their default."""
@@ -175,6 +180,31 @@ def check_call(request: Request, facts: ModelFacts) -> None:
             )
 
 
+def call_with_defaults(request: Request, facts: ModelFacts) -> dict[str, Any]:
+    """The call's arguments, with the pipeline class's defaults for the rest."""
+    import diffusers
+
+    call = inspect.signature(getattr(diffusers, pipeline_class(request, facts)).__call__)
+    return {name: p.default for name, p in call.parameters.items()} | request.call_arguments()
+
+
+def parse_weights(texts: Sequence[str]) -> dict[str, Path]:
+    """Component -> path or glob, from words such as "transformer=flux1-dev.safetensors".
+
+    Raises ValueError for a word of another form, or a component named twice.
+    """
+    found: dict[str, Path] = {}
+    for text in texts:
+        part, separator, path = text.partition("=")
+        if not (separator and part.isidentifier() and path) or part in found:
+            raise ValueError(
+                f"weights {text!r} were given; write each component once, as COMPONENT=FILE, for example "
+                "transformer=flux1-dev.safetensors"
+            )
+        found[part] = Path(path).expanduser()
+    return found
+
+
 def model_path(model: str | None) -> Path | None:
     """The local folder that `model` names (None: the bundled demo), or None if it can only be a hub name.
 
@@ -200,21 +230,3 @@ def choose_dtype(name: str, device: Device) -> torch.dtype:
     if name not in DTYPES:
         raise ValueError(f"dtype {name!r} is not known; use auto or one of {', '.join(DTYPES)}")
     return DTYPES[name]
-
-
-def load_pipeline(facts: ModelFacts, dtype: torch.dtype, *, quiet: bool, pipeline: str | None = None) -> Any:
-    """The pipeline of a folder in `dtype`, a VAE that wants fp32 in fp32; `quiet` hides loading bars.
-
-    `pipeline` is the class to load it with, where that is not the folder's own.
-    """
-    import diffusers
-    from diffusers.utils import logging as diffusers_logging
-    from transformers.utils import logging as transformers_logging
-
-    if quiet:
-        diffusers_logging.disable_progress_bar()
-        transformers_logging.disable_progress_bar()
-    dtypes = {"default": dtype} | ({"vae": torch.float32} if facts.vae_in_fp32 else {})
-    return getattr(diffusers, pipeline or facts.pipeline).from_pretrained(
-        facts.folder, dtype=dtypes, local_files_only=True, **parts_without_torchvision(facts.folder)
-    )

@@ -19,9 +19,10 @@ from runtime.log import get_logger
 from runtime.process_group import World, connect, ending_together
 from usp import cli
 from usp.config import ParallelConfig, parse_parallel, spellings
-from usp.job import Job, load, prepare
+from usp.job import Job, find, load, prepare
 from usp.options import OUTPUT, PARALLEL, JobOptions
-from usp.tasks import WAN_T2V, Task
+from usp.planner import workload_of_folder
+from usp.tasks import TASKS, Task
 
 TOLERANCES = {
     torch.float32: 1e-4,
@@ -87,6 +88,7 @@ def verify(job: Job, world: World, *, everything: bool, limit: float) -> int:
     """Run the reference on rank 0, then each layout on all ranks; print the table. Returns the exit code."""
     running = ["loading"]
     with ending_together(world, lambda: running[0]):
+        job = find(job, world)
         plain, config = load(job, world)
         plain.set_progress_bar_config(desc="verify", disable=not world.is_main)
         seed = job.options.seed
@@ -94,7 +96,7 @@ def verify(job: Job, world: World, *, everything: bool, limit: float) -> int:
         running[0] = "the one-process run"
         alone = partial(_alone, plain, job, world, seed)
         reference = _share(world, world.wait_for_main("the one-process run", alone, REFERENCE_LIMIT_S))
-        layouts = _every_layout(world.world_size) if everything else [config]
+        layouts = _every_layout(job, world.world_size) if everything else [config]
         found = []
         for layout in layouts:
             running[0] = f"the run on {layout}"
@@ -106,7 +108,10 @@ def verify(job: Job, world: World, *, everything: bool, limit: float) -> int:
         return 0 if all(c.passes(limit) for c in found) else 1
 
 
-def _every_layout(world_size: int) -> list[ParallelConfig]:
+def _every_layout(job: Job, world_size: int) -> list[ParallelConfig]:
+    """Every layout of that many ranks that the model can take."""
+    if workload_of_folder(job.model, **job.request.shape, branches=1, itemsize=4) is None:
+        return [ParallelConfig(cfg_degree=world_size)]
     return [parse_parallel(text.strip("'")) for text in spellings(world_size)]
 
 
@@ -129,7 +134,8 @@ def _traced(pipeline: Callable[..., Any], job: Job, *, decode: bool, **call: Any
 
     output = "np" if decode else "latent"
     result = pipeline(**job.request.call_arguments(), **call, output_type=output, callback_on_step_end=keep)
-    return Trace(latents, result.frames[0] if decode else None)
+    picture = result.frames[0] if job.task.kind == "video" else result.images
+    return Trace(latents, picture if decode else None)
 
 
 def _share(world: World, trace: Trace | None) -> Trace:
@@ -184,7 +190,8 @@ def _print(found: list[Comparison], job: Job, *, seed: int, ranks: int, limit: f
     print(json.dumps({"ranks": ranks, "seed": seed, "tolerance": limit, "passed": passed, "runs": rows}))
 
 
-cli.task_command(app, WAN_T2V, compare, seed=0)
+for task in TASKS.values():
+    cli.task_command(app, task, compare, seed=0)
 
 if __name__ == "__main__":
     cli.main(app, "usp.verify")

@@ -12,11 +12,13 @@ import pytest
 import torch
 from PIL import Image
 
+from runtime.device import Device
 from usp.demo import tiny
 from usp.demo.tiny.pictures import picture
+from usp.loading import load_pipeline
 from usp.model_folder import LAYOUTS, ModelFacts, read_model_folder
 from usp.recipes import TASKS
-from usp.tasks import Request, check_call, fit, load_pipeline, pipeline_class, settle
+from usp.tasks import Request, check_call, fit, pipeline_class, settle
 
 Folder = Callable[[str], Path]
 # A task, a tiny model that it runs, the number of its input images, and of images that it makes.
@@ -81,7 +83,9 @@ def test_a_task_makes_what_was_asked(folder, task, model, given, count):
     facts.check_size(width=request.width, height=request.height, num_frames=request.num_frames)
     check_call(request, facts)
     name = pipeline_class(request, facts)
-    pipeline = load_pipeline(facts, torch.float32, quiet=True, pipeline=name)
+    pipeline, _ = load_pipeline(
+        facts.folder, pipeline=name, device=Device("cpu"), dtypes={"default": torch.float32}
+    )
     pipeline.set_progress_bar_config(disable=True)
     assert type(pipeline) is getattr(diffusers, name)
     generator = torch.Generator().manual_seed(0)

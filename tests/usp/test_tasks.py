@@ -7,9 +7,12 @@ import pytest
 import torch
 
 from runtime.device import Device
+from runtime.process_group import World
+from usp.config import ParallelConfig
 from usp.demo import DEFAULTS, MODEL_DIR
-from usp.model_folder import read_model_folder
-from usp.tasks import DTYPES, WAN_T2V, Request, choose_dtype, load_pipeline, model_path, settle
+from usp.job import load, prepare
+from usp.options import JobOptions
+from usp.tasks import DTYPES, WAN_T2V, Request, choose_dtype, model_path, parse_weights, settle
 
 NAMES = ("width", "height", "num_frames", "num_inference_steps", "guidance_scale", "fps")
 GIVEN = {"prompt": "a cat", "negative_prompt": "a dog", "num_frames": 5, "fps": 30}
@@ -132,10 +135,21 @@ def test_an_unknown_dtype_is_refused(name):
         choose_dtype(name, Device("cpu"))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_the_vae_stays_in_fp32(dtype):
     """Wan's VAE loses contrast in half precision; the other parts take the dtype that was asked for."""
-    pipeline = load_pipeline(read_model_folder(MODEL_DIR, pipeline="WanPipeline"), dtype, quiet=False)
+    job = prepare(WAN_T2V, JobOptions(dtype=dtype, device="cpu"))
+    pipeline, config = load(job, World(0, 1, 0, job.device))
+    assert config == ParallelConfig()
     assert pipeline.vae.dtype == torch.float32
-    assert pipeline.transformer.proj_out.weight.dtype == dtype
-    assert pipeline.text_encoder.dtype == dtype
+    assert pipeline.transformer.proj_out.weight.dtype == DTYPES[dtype]
+    assert pipeline.text_encoder.dtype == DTYPES[dtype]
+
+
+def test_weights_are_named_by_component():
+    """Each once; a path may hold "=" and "~"; anything else is refused in one sentence."""
+    found = parse_weights(["transformer=a/b=c.safetensors", "vae=x*.safetensors"])
+    assert found == {"transformer": Path("a/b=c.safetensors"), "vae": Path("x*.safetensors")}
+    for wrong in (["file.safetensors"], ["=x"], ["vae="], ["vae=a", "vae=b"], ["a b=c"]):
+        with pytest.raises(ValueError, match="were given; write each component once, as COMPONENT=FILE"):
+            parse_weights(wrong)

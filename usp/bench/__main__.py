@@ -19,7 +19,7 @@ from usp.bench.ideal import BlockStack, Link, measure_link
 from usp.bench.peers import check_peers, peer_contenders
 from usp.bench.rounds import Compute, Contender, Row, end, pin, run_rounds, warm_up
 from usp.config import CacheConfig, ParallelConfig
-from usp.job import load, prepare
+from usp.job import find, load, prepare
 from usp.mesh import make_groups
 from usp.tasks import WAN_T2V
 
@@ -172,6 +172,7 @@ def cache(
     threads = pin(job.env.local_rank, job.env.local_world_size)
     with connect(job.device, env=job.env) as world, ending_together(world, lambda: "the cache bench"):
         info = sheet.surroundings(world, threads)
+        job = find(job, world)
         plain, config = load(job, world)
         plain.set_progress_bar_config(disable=True)
         job = replace(job, asked=config)

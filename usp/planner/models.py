@@ -84,15 +84,13 @@ def workload_of_folder(
 ) -> Workload | None:
     """The workload of one picture by the model in a folder; None if its sequence cannot be spread.
 
-    Reads the transformer's config and the headers of the weight files, no weights.
+    Reads the headers of the weight files, no weights.
     """
-    part = next(p for n in ("transformer", "transformer_2", "unet") if (p := facts.folder / n).is_dir())
-    config = json.loads((part / "config.json").read_text(encoding="utf-8"))
-    plan = PLANS.get(config.get("_class_name", ""), WAN)
+    plan = PLANS.get(facts.config.get("_class_name", ""), WAN)
     if not plan.attentions:
         return None
     return workload_of_config(
-        config,
+        facts.config,
         tokens=facts.tokens(width=width, height=height, num_frames=num_frames),
         itemsize=itemsize,
         branches=branches,
@@ -159,8 +157,12 @@ def _tokens_of(pipeline: Any, config: Mapping[str, Any], call: Mapping[str, Any]
 def parameter_bytes(folder: Path, itemsize: int) -> int:
     """Bytes of all weights of a pipeline folder once loaded, from the headers of its files.
 
-    Floating point weights take `itemsize` bytes each, those of the VAE four (Wan's is kept in fp32).
+    Floating point weights take `itemsize` bytes each, those of the VAE four (Wan's is kept in fp32). Of an
+    original folder all safetensors and .pth files are counted.
     """
+    if not (folder / "model_index.json").is_file():
+        files = [*folder.rglob("*.safetensors"), *folder.rglob("*.pth")]
+        return sum(_file_bytes(file, itemsize) for file in files)
     index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
     parts = [name for name, value in index.items() if isinstance(value, list) and value[0]]
     return sum(
