@@ -66,6 +66,7 @@ class Sharded:
         self._group = attention.groups.sp
         self._lengths: dict[str, int] = {}  # whole length of each stream in the forward at hand
         self._masks: dict[str, torch.Tensor] = {}  # whole key mask of each stream that has one, (B, S)
+        self._joint_masks: dict[tuple[str, ...], torch.Tensor] = {}  # the same, of joined streams
         self._running: dict[str, Redirect] = {}
         self.tokens_here = 0  # this rank's tokens in the last forward
         self.tokens_total = 0
@@ -86,6 +87,8 @@ class Sharded:
             handle.remove()
         self._handles.clear()
         self._targets.clear()
+        self._masks.clear()
+        self._joint_masks.clear()
 
     def abandon(self) -> None:
         """Leave the attention of a forward that was broken off, for example by Ctrl-C.
@@ -123,6 +126,7 @@ class Sharded:
         self.abandon()
         self._lengths.clear()
         self._masks.clear()
+        self._joint_masks.clear()
         if self.plan.refused:
             refuse(self.plan, inspect.signature(module.forward).bind(*args, **kwargs))
         for target in self._targets:  # an adapter may have wrapped a module since
@@ -165,8 +169,9 @@ class Sharded:
             value = bound.arguments.get(entry.argument)
             if value is None:
                 return None
-            if isinstance(entry, SplitMask):
+            if isinstance(entry, SplitMask) and self._masks.get(entry.stream) is not value:
                 self._masks[entry.stream] = value
+                self._joint_masks.clear()
             bound.arguments[entry.argument] = map_tensors(cut, value)
             return bound.args, bound.kwargs
 
@@ -224,6 +229,8 @@ class Sharded:
 
     def _key_mask(self, streams: tuple[str, ...]) -> torch.Tensor:
         """The mask of all ranks' keys of these streams, (B, S); alike on all ranks."""
+        if streams in self._joint_masks:
+            return self._joint_masks[streams]
         found = next(self._masks[stream] for stream in streams if stream in self._masks)
         parts = [
             self._masks[stream].bool()
@@ -231,7 +238,8 @@ class Sharded:
             else found.new_ones(found.shape[0], self._lengths[stream], dtype=torch.bool)
             for stream in streams
         ]
-        return torch.cat(parts, dim=1)
+        self._joint_masks[streams] = torch.cat(parts, dim=1)
+        return self._joint_masks[streams]
 
     def _leave_attention(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

@@ -220,7 +220,8 @@ class CfgParallel:
         config: Any = self._model.config
         given = bound.arguments[plan.argument]
         likes = []
-        for tensor in given[:batch] if isinstance(given, list) else [given]:
+        for item in given[:batch] if isinstance(given, list) else [given]:
+            tensor = tensors_in(item)[-1]  # of several pictures, the last is the one that is made
             shape = list(tensor.shape)
             if isinstance(given, torch.Tensor):
                 shape[0] = batch

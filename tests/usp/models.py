@@ -88,21 +88,27 @@ def flux(
     return made
 
 
-def flux2(grid: Grid, text: int, batch: int = 1) -> Inputs:
-    """FLUX.2: ids have a batch axis and four places, the last for text."""
+def flux2(grid: Grid, text: int, batch: int = 1, *, batched_ids: bool = True) -> Inputs:
+    """FLUX.2: ids have four places, the last for text, and a batch axis as its pipeline makes them."""
     words = torch.nn.functional.pad(torch.arange(text).float()[:, None], (3, 0))
     return {
         "hidden_states": noise(batch, count(grid), 4),
         "encoder_hidden_states": noise(batch, text, TEXT_DIM, seed=1),
         "timestep": torch.linspace(0.9, 0.3, batch),
-        "img_ids": ids(grid, 4).expand(batch, -1, -1),
-        "txt_ids": words.expand(batch, -1, -1),
+        "img_ids": ids(grid, 4).expand(batch, -1, -1) if batched_ids else ids(grid, 4),
+        "txt_ids": words.expand(batch, -1, -1) if batched_ids else words,
         "guidance": torch.full((batch,), 3.5),
     }
 
 
 def qwen(
-    grid: Grid, text: int, batch: int = 1, *, references: tuple[Grid, ...] = (), masked: bool = False
+    grid: Grid,
+    text: int,
+    batch: int = 1,
+    *,
+    references: tuple[Grid, ...] = (),
+    masked: bool = False,
+    controlnet: bool = False,
 ) -> Inputs:
     """Qwen-Image; with `references` Edit and Edit-Plus, whose pictures follow one another."""
     pictures = [grid, *references]
@@ -114,10 +120,19 @@ def qwen(
     }
     if masked:
         made["encoder_hidden_states_mask"] = text_mask(batch, text)
+    if controlnet:
+        made["controlnet_block_samples"] = [noise(batch, sum(map(count, pictures)), WIDTH, seed=5)]
     return made
 
 
-def sd3(grid: Grid, text: int, batch: int = 1, *, skip_layers: list[int] | None = None) -> Inputs:
+def sd3(
+    grid: Grid,
+    text: int,
+    batch: int = 1,
+    *,
+    skip_layers: list[int] | None = None,
+    controlnet: bool = False,
+) -> Inputs:
     """Stable Diffusion 3."""
     made: Inputs = {
         "hidden_states": noise(batch, 4, 2 * grid[1] * grid[0], 2 * grid[2]),
@@ -125,23 +140,47 @@ def sd3(grid: Grid, text: int, batch: int = 1, *, skip_layers: list[int] | None 
         "pooled_projections": noise(batch, POOLED, seed=2),
         "timestep": torch.linspace(900.0, 300.0, batch),
     }
+    if controlnet:
+        made["block_controlnet_hidden_states"] = [noise(batch, count(grid), WIDTH, seed=5)]
     return made if skip_layers is None else {**made, "skip_layers": skip_layers}
 
 
-def z_image(grid: Grid, text: int, batch: int = 1, *, ragged: bool = False) -> Inputs:
-    """Z-Image: lists; with `ragged` each caption is 40 tokens longer than the one before."""
+def z_image(
+    grid: Grid,
+    text: int,
+    batch: int = 1,
+    *,
+    ragged: bool = False,
+    omni: bool = False,
+    controlnet: bool = False,
+) -> Inputs:
+    """Z-Image: lists; with `ragged` each caption is 40 tokens longer than the one before.
+
+    With `omni` each item has a reference beside its picture, and a caption for each.
+    """
     size = (4, grid[0], 2 * grid[1], 2 * grid[2])
-    lengths = [text + 40 * item * ragged for item in range(batch)]
-    return {
+    captions = [noise(text + 40 * item * ragged, TEXT_DIM, seed=10 + item) for item in range(batch)]
+    made: Inputs = {
         "x": [noise(*size, seed=item) for item in range(batch)],
         "t": torch.linspace(0.9, 0.3, batch),
-        "cap_feats": [noise(n, TEXT_DIM, seed=10 + item) for item, n in enumerate(lengths)],
+        "cap_feats": captions,
     }
+    if omni:
+        made["x"] = [[noise(4, 1, 2, 4, seed=7), picture] for picture in made["x"]]
+        made["cap_feats"] = [[caption, caption[:1]] for caption in captions]
+        made["image_noise_mask"], made["siglip_feats"] = [[0, 1]] * batch, [None] * batch
+    if controlnet:
+        length = 32 * (-(-count(grid) // 32) + -(-text // 32))
+        made["controlnet_block_samples"] = {1: noise(batch, length, WIDTH, seed=5)}
+    return made
 
 
-def wan(grid: Grid, text: int, batch: int = 1) -> Inputs:
-    """Wan, text to video."""
-    return tiny.model_inputs(grid, batch=batch, text=text)
+def wan(grid: Grid, text: int, batch: int = 1, *, per_token: bool = False) -> Inputs:
+    """Wan, text to video; in TI2V each token has its timestep."""
+    made = tiny.model_inputs(grid, batch=batch, text=text)
+    if per_token:
+        made["timestep"] = made["timestep"][:, None] * torch.linspace(0.0, 1.0, count(grid))
+    return made
 
 
 def vace(grid: Grid, text: int, batch: int = 1) -> Inputs:
@@ -291,7 +330,7 @@ MODELS: dict[str, Row] = {
                 "n_kv_heads": 4,
                 "cap_feat_dim": TEXT_DIM,
                 "axes_dims": [2, 2, 4],
-                "axes_lens": [256, 32, 32],
+                "axes_lens": [1024, 32, 32],
             },
             inputs=z_image,
         ),

@@ -15,7 +15,7 @@ from usp.config import parse_parallel
 from usp.deferred import concrete
 from usp.mesh import make_groups
 from usp.plans import PLANS, plan_for
-from usp.trees import map_tensors
+from usp.trees import map_tensors, tensors_in
 
 EXACT, ROWS = 0.0, 1e-6  # branches: the same kernels; part of a batch: matmuls of fewer rows
 NAMED = [name for name, plan in PLANS.items() if not plan.stacked]
@@ -23,7 +23,7 @@ GRID = (1, 2, 3)
 # Inputs of the branches that differ in more than values: the second prompt is longer.
 OPTIONS: dict[str, dict[str, Any]] = {
     "QwenImageTransformer2DModel": {"masked": True, "references": ((1, 1, 2),)},
-    "ZImageTransformer2DModel": {"ragged": True},
+    "ZImageTransformer2DModel": {"ragged": True, "omni": True},
 }
 
 
@@ -32,7 +32,11 @@ def step(inputs: Inputs, name: str, sample: Any) -> Inputs:
     key = PLANS[name].output.argument
     move = [0.1 * s for s in sample] if isinstance(sample, list) else 0.1 * sample
     now = inputs[key]
-    moved = [a + b for a, b in zip(now, move, strict=True)] if isinstance(now, list) else now + move
+    if isinstance(now, list):  # of pictures, or of references with the picture last
+        pairs = zip(now, move, strict=True)
+        moved = [[*a[:-1], a[-1] + b] if isinstance(a, list) else a + b for a, b in pairs]
+    else:
+        moved = now + move
     return {**inputs, key: concrete(moved)}
 
 
@@ -105,7 +109,7 @@ def check(ranks: Any, size: int, calls: list[tuple[Any, ...]], tolerance: float)
     for results in by_rank:
         for call, (got, _) in zip(calls, results, strict=True):
             want = alone(*call)
-            for a, b in zip(got, want, strict=True):
+            for a, b in zip(tensors_in(got), tensors_in(want), strict=True):
                 assert a.shape == b.shape, call
                 assert (a - b).abs().max() <= tolerance, call
     return [[computed for _, computed in one] for one in zip(*by_rank, strict=True)]

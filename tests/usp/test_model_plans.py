@@ -1,6 +1,7 @@
 """Every plan on its model: one process's result, for every strategy, length and form of input."""
 
 import inspect
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from tests.usp.in_ranks import EVERY_LAYOUT, forward, largest
 from tests.usp.models import MODELS, SPREAD, Inputs
 from usp.adapter import matches, matching
-from usp.plan import SplitCount, SplitInput
+from usp.plan import ShardPlan, SplitCount, SplitInput
 from usp.plans import PLANS, plan_for
 
 TOLERANCE = 1e-5  # one forward in fp32, several ranks against one: 2e-6 comes out
@@ -20,6 +21,8 @@ Case = tuple[str, dict[str, Any], Inputs]  # a model, changes to its config, and
 
 # Each model by itself: a name for the case, changes to the config, and options of the inputs.
 FORMS: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
+    "WanTransformer3DModel": [({}, {"per_token": True, "batch": 2})],
+    "Flux2Transformer2DModel": [({}, {"batched_ids": False})],
     "FluxTransformer2DModel": [
         ({"guidance_embeds": False}, {"guidance": False}),
         ({}, {"batched_ids": True}),
@@ -30,10 +33,12 @@ FORMS: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
         ({}, {"references": ((1, 2, 3), (1, 1, 5))}),
         ({"zero_cond_t": True}, {"references": ((1, 2, 3), (1, 1, 5)), "batch": 2, "masked": True}),
         ({"use_layer3d_rope": True}, {"references": ((1, 3, 7),)}),
+        ({}, {"controlnet": True}),
     ],
     "SD3Transformer2DModel": [
         ({"dual_attention_layers": (0, 1), "qk_norm": "rms_norm"}, {}),
         ({}, {"skip_layers": [0, 2]}),
+        ({}, {"controlnet": True}),
     ],
     "HunyuanVideoTransformer3DModel": [
         ({}, {"batch": 2}),
@@ -41,7 +46,11 @@ FORMS: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
         ({"image_condition_type": "token_replace"}, {"grid": (1, 1, 2), "batch": 2}),
     ],
     "LTXVideoTransformer3DModel": [({}, {"per_token": True, "batch": 2})],
-    "ZImageTransformer2DModel": [({}, {"batch": 2, "ragged": True})],
+    "ZImageTransformer2DModel": [
+        ({}, {"batch": 2, "ragged": True}),
+        ({}, {"batch": 2, "omni": True}),
+        ({}, {"controlnet": True}),
+    ],
 }
 
 
@@ -89,8 +98,8 @@ def test_every_strategy_matches_one_process(ranks, name, size, layout):
 @pytest.mark.parametrize(("size", "layout"), [(2, "ulysses2"), (3, "gather_kv3"), (3, "ring3")])
 @pytest.mark.parametrize("name", SPREAD)
 def test_any_lengths_match_one_process(ranks, name, size, layout):
-    """B01, B67, req 1 and 2: text of 1 to 77 tokens with 3 to 32 of picture; shares may be empty."""
-    pairs = [((1, 1, 1), 1), (SMALL, 1), (SMALL, 13), ((1, 1, 13), 2), (ODD, 77)]
+    """B01, B67, req 1 and 2: text of 1 to 512 tokens with 1 to 32 of picture; shares may be empty."""
+    pairs = [((1, 1, 1), 1), (SMALL, 1), ((1, 1, 13), 2), (ODD, 13), (SMALL, 77), (SMALL, 226), (SMALL, 512)]
     # as many tokens as the width, a head's size or its half: only a token axis may be taken for one
     pairs += [((1, 4, 8), 8), ((1, 2, 4), 32), ((1, 2, 5), 10), ((1, 4, 5), 5)]
     cases: list[Case] = [(name, {}, {"grid": grid, "text": text}) for grid, text in pairs]
@@ -134,3 +143,39 @@ def test_the_installed_model_takes_what_its_plan_names(name):
         for where, block in matching(made, f"{blocks.modules}.*"):
             known = {entry.argument for entry in (*blocks.held, *blocks.whole)} | set(blocks.outputs)
             assert known <= set(inspect.signature(block.forward).parameters), where
+
+
+def unneeded(name: str) -> list[str]:
+    """The entries of a plan without which every form of input still gives one process's result."""
+    plan = PLANS[name]
+    forms: list[Case] = [
+        (name, config, {"grid": ODD, "text": 5, **options})
+        for config, options in [({}, {}), *FORMS.get(name, [])]
+    ]
+    found = []
+    for part in ("splits", "gathers", "attentions"):
+        entries = getattr(plan, part)
+        for entry in entries:
+            less = replace(plan, **{part: tuple(e for e in entries if e is not entry)})
+            results = [same(case, less) for case in forms]  # each form on every rank, which may disagree
+            if all(results):
+                found.append(str(entry))
+    return found
+
+
+def same(case: Case, plan: ShardPlan) -> bool:
+    """Whether a forward with this plan ends well, with the result of one process."""
+    name, config, options = case
+    made, inputs = model(name, *config.items()), MODELS[name].inputs(**options)
+    try:
+        out = forward(made, inputs, "ulysses2", plan)
+    except (ValueError, RuntimeError):  # alike on both ranks
+        return False
+    return largest(torch.stack(out) if isinstance(out, list) else out, result(case)) <= 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_no_entry_of_a_plan_can_be_left_out(ranks, name):
+    """B20, B66: without any one entry a form of input is an error, or wrong: these tests would see it."""
+    first, second = ranks(2).run(unneeded, name)
+    assert not {*first} & {*second}

@@ -1,7 +1,8 @@
 """Z-Image: lists of pictures and captions, padded to one sequence per item: picture, then caption.
 
 Captions of a batch may differ in length, so the joined sequence is cut as one. The refiner of the picture is
-spread over ranks as the main layers are; that of the caption runs on every rank, two layers of a few tokens.
+spread over ranks as the main layers are; those of the caption and of SigLIP's states run on every rank, two
+layers of a few tokens. Omni mode has several pictures and captions per item, modulated by token.
 """
 
 from usp.plan import Blocks, GatherOutput, Held, Output, ShardPlan, SharedAttention, SplitInput, Whole
