@@ -37,6 +37,28 @@ VENDOR_PACKAGES = {"npu": "torch_npu", "musa": "torch_musa"}
 VENDOR_FILES = {"npu": "/dev/davinci[0-9]*", "musa": "/dev/mtgpu*"}
 
 
+# What each vendor's torch reads from the environment; "rocm" is cuda on a HIP build. Allocator variables of a
+# row mean the same: with two of them torch_npu aborts, and others ignore one.
+VISIBLE_VARIABLES = {
+    "npu": "ASCEND_RT_VISIBLE_DEVICES",
+    "musa": "MUSA_VISIBLE_DEVICES",
+    "cuda": "CUDA_VISIBLE_DEVICES",
+    "rocm": "HIP_VISIBLE_DEVICES",
+    "xpu": "ZE_AFFINITY_MASK",
+}
+ALLOCATOR_VARIABLES = {
+    "npu": ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
+    "musa": ("PYTORCH_MUSA_ALLOC_CONF",),
+    "cuda": ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
+    "rocm": ("PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
+    "xpu": ("PYTORCH_ALLOC_CONF",),
+}
+# Backends that keep buffers for each communicator: the variable that sizes them in MB, its default, how many.
+COMMUNICATOR_BUFFERS = {"hccl": ("HCCL_BUFFSIZE", 200, 2)}
+# How a profiler's trace names the kernels of a backend's collectives.
+COLLECTIVE_KERNELS = {"nccl": "nccl", "hccl": "hcom_", "mccl": "mccl", "xccl": "oneccl"}
+
+
 @dataclass(frozen=True)
 class Device:
     """The device of one rank: a kind and, where the machine can hold several, an index."""
@@ -77,6 +99,21 @@ class Device:
     def supports_complex(self) -> bool:
         """False if no complex tensor may be made on this device."""
         return self.kind not in NO_COMPLEX
+
+    @property
+    def rope_dtype(self) -> torch.dtype:
+        """The widest dtype in which rotary angles may be computed on this device."""
+        return torch.float64 if self.supports_float64 else torch.float32
+
+    @property
+    def allocator_variables(self) -> tuple[str, ...]:
+        """Variables that configure this device's memory allocator, of which at most one may be set."""
+        return ALLOCATOR_VARIABLES.get(_row(self.kind), ())
+
+    @property
+    def profiler(self) -> ModuleType:
+        """The module whose `profile` records this device: torch.profiler, or the vendor's own."""
+        return importlib.import_module("torch_npu.profiler" if self.kind == "npu" else "torch.profiler")
 
     def make_current(self) -> None:
         """Make this the calling thread's device; to be done before the process group and before any load."""
@@ -203,6 +240,11 @@ def resolve_device(
         raise ValueError(
             f"{asked} needs {kind} device {chosen}; this host has {count} {kind} device{'s' * (count != 1)}; "
             + (f"start at most {count} per host" if index is None else f"use an index below {count}")
+            + (
+                f", or show more in {VISIBLE_VARIABLES[_row(kind)]}"
+                if _row(kind) in VISIBLE_VARIABLES
+                else ""
+            )
         )
     return Device(kind, None if kind in UNINDEXED else chosen % count)
 
@@ -298,6 +340,11 @@ def _import_vendor(kind: str, asked: str) -> None:
 def _release(version: str) -> Sequence[str]:
     """("2", "13") of "2.13.0.post1+cpu": a vendor's package pairs with a minor release of torch."""
     return version.split("+")[0].split(".")[:2] if version else ()
+
+
+def _row(kind: str) -> str:
+    """The row of the tables of variables: what torch calls cuda may be rocm."""
+    return "rocm" if kind == "cuda" and torch.version.hip else kind
 
 
 def _parse_choice(choice: str) -> tuple[str, int | None]:

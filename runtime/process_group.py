@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from runtime.device import Device, backend_for
+from runtime.device import COMMUNICATOR_BUFFERS, Device, backend_for
 from runtime.ending import ending_together
 from runtime.log import get_logger
 from runtime.self_test import check_collectives
@@ -19,7 +19,16 @@ from runtime.world import USERS, PeerError, World, gather_text, seconds
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["PeerError", "RankEnv", "World", "connect", "ending_together", "read_rank_env"]
+__all__ = [
+    "PeerError",
+    "RankEnv",
+    "World",
+    "communicator_bytes",
+    "connect",
+    "ending_together",
+    "read_hub",
+    "read_rank_env",
+]
 
 logger = get_logger(__name__)
 
@@ -74,6 +83,11 @@ def read_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv:
     return RankEnv(**numbers)
 
 
+def read_hub(environ: Mapping[str, str] | None = None) -> str:
+    """Return the hub that USP_HUB names, for `runtime.hub`; "huggingface" without it."""
+    return (os.environ if environ is None else environ).get("USP_HUB") or "huggingface"
+
+
 def connect(
     device: Device,
     *,
@@ -88,9 +102,10 @@ def connect(
     default group that exists already is used and never destroyed. `timeout_s` (seconds) bounds the joining
     and each collective. Every rank must call it.
     Raises RuntimeError, on all ranks alike, if the ranks do not meet or a self-test collective gives wrong
-    numbers; ValueError for a backend that cannot work.
+    numbers; ValueError for a backend that cannot work, or two variables that configure one allocator.
     """
     env = env or read_rank_env()
+    _check_allocator(device)
     device.make_current()
     if dist.is_available() and dist.is_initialized():
         world = _adopt(device, env, backend, timeout_s)
@@ -105,6 +120,25 @@ def connect(
             world.close()
             raise
     return world
+
+
+def communicator_bytes(backend: str | None, environ: Mapping[str, str] | None = None) -> int:
+    """Return the bytes of buffers that a communicator of `backend` holds on a rank; 0 if it tells of none."""
+    if backend not in COMMUNICATOR_BUFFERS:
+        return 0
+    variable, megabytes, count = COMMUNICATOR_BUFFERS[backend]
+    value = (os.environ if environ is None else environ).get(variable, "")
+    return count * 2**20 * (int(value) if value.isdecimal() else megabytes)
+
+
+def _check_allocator(device: Device) -> None:
+    """Two of these variables make one vendor's torch abort the process; other vendors' ignore one."""
+    found = [name for name in device.allocator_variables if os.environ.get(name)]
+    if len(found) > 1:
+        raise ValueError(
+            f"{' and '.join(found)} are both set; on {device.kind} both configure the one allocator; "
+            f"unset {' '.join(found[1:])}"
+        )
 
 
 def _join(device: Device, env: RankEnv, backend: str | None, timeout_s: float) -> World:

@@ -34,6 +34,7 @@ LEVELS = {
     "mesh": 2,
     "comm": 3,
     "plan": 4,
+    "plan.__main__": 8,  # the command
     "plans": 5,
     "attention": 4,
     "branches": 5,
@@ -51,9 +52,15 @@ LEVELS = {
     "planner": 6.5,  # auto and --layouts use it, it uses the adapter
     "planner.__main__": 11,
     "planner.fit": 10.5,  # runs what the bench runs
+    "original_keys": 4,
+    "parts": 4,
+    "original_layouts": 5,
+    "loading": 6,
     "pipeline": 8,
     "model_folder": 6,
     "schedulers": 6,
+    "lora": 6,
+    "lora_keys": 5,
     "files": 5,
     "video": 6,
     "images": 6,

@@ -1,6 +1,7 @@
 """What ranks compare before they work together: short descriptions that differ when it matters."""
 
 import hashlib
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -12,15 +13,20 @@ SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A digest of the names, shapes, dtypes and values of all parameters, and of the adapters in force.
+    """A digest of the names, shapes, dtypes and values of all parameters, and of the adapters in force."""
+    return fingerprint_tensors(model.named_parameters(), _adapters(model))
+
+
+def fingerprint_tensors(named: Iterable[tuple[str, torch.Tensor]], more: str = "") -> str:
+    """A digest of the names, shapes, dtypes and values of tensors, and of `more`.
 
     Values enter as sums of their bit patterns along the first and the other axes, weighted by position:
-    exact in any order of summation, computed where the weights are. Parameters without data (offloaded to
-    meta) count by shape.
+    exact in any order of summation, computed where the weights are. Tensors without data (offloaded to meta)
+    count by shape.
     """
-    digest = hashlib.sha256(_adapters(model).encode())
+    digest = hashlib.sha256(more.encode())
     sums = []
-    for name, parameter in model.named_parameters():
+    for name, parameter in named:
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         if not parameter.is_meta and parameter.numel() and parameter.element_size() in SAME_SIZE:
             bits = parameter.detach().view(SAME_SIZE[parameter.element_size()])
@@ -44,8 +50,8 @@ def _adapters(model: nn.Module) -> str:
     """The settings of adapter layers that are no parameters."""
     settings = []
     for name, module in model.named_modules():
-        for setting in ("scaling", "active_adapters", "merged_adapters"):
-            if isinstance(value := getattr(module, setting, None), (dict, list)):
+        for setting in ("scaling", "active_adapters", "merged_adapters", "disable_adapters"):
+            if isinstance(value := getattr(module, setting, None), (dict, list, bool)):
                 settings.append(f"{name} {setting} {value}")
     return "\n".join(settings)
 
@@ -60,12 +66,12 @@ def describe_call(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe_scheduler(pipeline: Any) -> Any:
-    """The class and settings of a pipeline's scheduler, or None."""
+    """The class and settings of a pipeline's scheduler, and the shift that was set on it since; or None."""
     scheduler: Any = getattr(pipeline, "scheduler", None)
     if not hasattr(scheduler, "config"):
         return None
     settings = {name: value for name, value in scheduler.config.items() if not name.startswith("_")}
-    return type(scheduler).__name__, _describe(settings)
+    return type(scheduler).__name__, _describe(settings), _describe(vars(scheduler).get("_shift"))
 
 
 def _describe(value: Any) -> Any:

@@ -16,10 +16,11 @@ from usp.attention.kernels import check_kernel
 from usp.config import CacheConfig, ParallelConfig, choose_parallel
 from usp.demo import MODEL_DIR, unknown_words
 from usp.layout import Split
+from usp.lora import LoraFile, check_loras, load_loras
 from usp.model_folder import ModelFacts, read_model_folder
 from usp.options import JobOptions
 from usp.pipeline import ParallelPipeline
-from usp.planner import Choice, choose_for, parse_link, workload_of_folder
+from usp.planner import Choice, branches_of, choose_for, parse_link, workload_of_folder
 from usp.randomness import check_seed
 from usp.schedulers import check_scheduler, with_scheduler
 from usp.tasks import Request, Task, choose_dtype, load_pipeline, model_path, settle
@@ -42,6 +43,7 @@ class Job:
     dtype: torch.dtype
     asked: ParallelConfig | None  # None: auto
     cache: CacheConfig | None
+    loras: tuple[LoraFile, ...]
 
     @property
     def tokens(self) -> int:
@@ -57,7 +59,7 @@ class Job:
             width=r.width,
             height=r.height,
             num_frames=r.num_frames,
-            guidance_scale=r.guidance_scale,
+            branches=branches_of(self.request.call_arguments(), {}),
             itemsize=self.dtype.itemsize,
         )
         link = None if options.link is None else parse_link(options.link)
@@ -78,7 +80,7 @@ def prepare(task: Task, options: JobOptions, *, fps: int | None = None) -> Job:
     Raises ValueError with one sentence.
     """
     check_seed(options.seed)
-    check_scheduler(options.scheduler)
+    check_scheduler(options.scheduler, task.pipeline)
     if not 0 < options.timeout < math.inf:
         raise ValueError(f"timeout {options.timeout:g} was given; use a number of seconds above 0")
     given = {"prompt": options.prompt, "negative_prompt": options.negative_prompt, "fps": fps}
@@ -106,6 +108,7 @@ def prepare(task: Task, options: JobOptions, *, fps: int | None = None) -> Job:
         dtype=choose_dtype(options.dtype, here),
         asked=asked,
         cache=None if options.cache is None else CacheConfig(threshold=options.cache),
+        loras=check_loras(options.lora or ()),
     )
     if facts is not None:
         check_request(job, facts)
@@ -180,5 +183,6 @@ def load(job: Job, world: World) -> tuple[Any, ParallelConfig]:
     pipeline = load_pipeline(facts, job.dtype, quiet=not world.is_main)
     if job.options.scheduler is not None:
         pipeline.scheduler = with_scheduler(pipeline.scheduler, job.options.scheduler)
+    load_loras(pipeline, job.loras, world)
     world.meet("loading the model", LOAD_LIMIT_S)  # a slow disk may take longer than a collective may
     return pipeline, config

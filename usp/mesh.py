@@ -7,6 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from runtime.report import format_bytes
 from usp.config import AXES, ParallelConfig, Transport
 
 
@@ -77,6 +78,24 @@ class Groups:
     def sent(self) -> Counter[str]:
         """Bytes handed to other ranks since the start, by exchange, over all groups."""
         return sum((g.sent for g in self.all), Counter())
+
+    def rows(self, bytes_each: int = 0) -> list[tuple[str, str]]:
+        """Rows of a memory report: the communicators of this rank, and the receive buffers that are kept.
+
+        `bytes_each` is what the backend holds for every communicator, or 0 if that is not known.
+        """
+        world_size = self.cfg.size * self.sp.size
+        if world_size == 1:
+            return []
+        named = [f"all {world_size} ranks"]
+        for group in self.all:
+            if 1 < group.size < world_size:
+                axes = "+".join(axis for axis in (*AXES, "sp") if getattr(self, axis) is group)
+                named.append(f"{axes} ({', '.join(map(str, group.ranks))})")
+        cost = f"; {format_bytes(bytes_each)} of buffers each" if bytes_each else ""
+        rows = [("communicators", f"{len(named)}: {', '.join(named)}{cost}")]
+        kept = sum(group.buffer_bytes for group in self.all)
+        return [*rows, ("receive buffers", f"{format_bytes(kept)} kept")] if kept else rows
 
     def close(self) -> None:
         """Free the kept buffers and destroy the communicators that `make_groups` made. May be called

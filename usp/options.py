@@ -17,7 +17,10 @@ Guidance = Annotated[float | None, typer.Option(help="Guidance scale; 1 is off."
 Seed = Annotated[int, typer.Option(help="Noise seed; -1 draws one.", rich_help_panel=VIDEO)]
 Scheduler = Annotated[
     str | None,
-    typer.Option(help="euler, heun, unipc or dpm++. (default: the model's)", rich_help_panel=VIDEO),
+    typer.Option(
+        help="euler, heun, lcm, unipc, dpm++ ...; the task decides. (default: the model's)",
+        rich_help_panel=VIDEO,
+    ),
 ]
 ParallelText = Annotated[
     str, typer.Option("--parallel", help="auto, or like 'ulysses2 ring2'.", rich_help_panel=PARALLEL)
@@ -59,6 +62,12 @@ ModelName = Annotated[
         "--model", help="Diffusers folder or hub name. (default: the bundled demo)", rich_help_panel=MODEL
     ),
 ]
+Loras = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--lora", help="FILE[:SCALE]; repeat; transformer_2=FILE for one expert.", rich_help_panel=MODEL
+    ),
+]
 DtypeName = Annotated[str, typer.Option("--dtype", help="auto, fp32, bf16, fp16.", rich_help_panel=MODEL)]
 DeviceName = Annotated[
     str | None,
@@ -71,6 +80,10 @@ Out = Annotated[
     typer.Option(
         "--out", help="The mp4; a .png sheet beside it. (default: the task's name)", rich_help_panel=OUTPUT
     ),
+]
+ProfileFolder = Annotated[
+    Path | None,
+    typer.Option("--profile", help="Folder for a trace of each rank; use few steps.", rich_help_panel=OUTPUT),
 ]
 Fps = Annotated[int | None, typer.Option(help="Frames per second of the mp4.", rich_help_panel=OUTPUT)]
 
@@ -96,5 +109,6 @@ class JobOptions:
     cache: Cache = None
     timeout: Timeout = 600.0
     model: ModelName = None
+    lora: Loras = None
     dtype: DtypeName = "auto"
     device: DeviceName = None

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from runtime.log import get_logger
-from runtime.process_group import World
+from runtime.process_group import World, communicator_bytes
 from runtime.report import format_report, start_rows
 from usp.agreement import describe_call, describe_scheduler, fingerprint, weight_state
 from usp.assembly import Assembly, assemble
@@ -18,11 +18,13 @@ from usp.attention.kernels import check_kernel
 from usp.config import CacheConfig, ParallelConfig, resolve_parallel
 from usp.deferred import concrete
 from usp.joining import default_group, join, move_pipeline, ranks_running
+from usp.lora import load_lora, strengths_kept
 from usp.mesh import make_groups
 from usp.planner import Auto
 from usp.plans import PLANS, plan_for
 from usp.randomness import agree_generator, same_default_rng
 from usp.report import CallReport, Stopwatch, collect_report
+from usp.schedulers import check_pipeline, scheduler_kept, with_flow_settings
 
 logger = get_logger(__name__)
 
@@ -107,6 +109,7 @@ class ParallelPipeline:
         for model in self._models.values():
             self._handles.append(model.register_forward_pre_hook(self._before_forward, prepend=True))
         rows = [*start_rows(self.world), ("parallel", str(self.parallel))]
+        rows += groups.rows(communicator_bytes(self.world.backend))
         rows += self._assembly.rows(self.world.device.torch_device)
         logger.info(format_report("parallel pipeline", rows))
 
@@ -123,6 +126,7 @@ class ParallelPipeline:
         arguments = self._bind(args, kwargs)
         self.world.agree(describe_call(arguments), "the call's arguments")
         self.world.agree(describe_scheduler(self.pipeline), "the scheduler's configuration")
+        check_pipeline(self.pipeline)
         self._agree_on_weights()
         self._follow(arguments)
         assembly = self._usable()
@@ -135,7 +139,12 @@ class ParallelPipeline:
         self.world.device.reset_memory_peak()
         assembly.begin_call(is_last_step=self._is_last_step)
         try:
-            with same_default_rng(self.world), _one_progress_bar(self.pipeline, self.world.is_main):
+            with (
+                same_default_rng(self.world, generator),
+                scheduler_kept(self.pipeline),
+                strengths_kept(self.pipeline),
+                _one_progress_bar(self.pipeline, self.world.is_main),
+            ):
                 result = _with_values(self.pipeline(**arguments))
         except BaseException as error:
             assembly.abandon()
@@ -197,6 +206,8 @@ class ParallelPipeline:
             raise AttributeError(name)
         pipeline = self.__dict__["pipeline"]
         value = getattr(pipeline, name)
+        if name == "load_lora_weights" and self._assembly is not None:
+            return functools.partial(load_lora, pipeline, self.world)
         if not inspect.ismethod(value) or value.__self__ is not pipeline:
             return value
 
@@ -215,6 +226,7 @@ class ParallelPipeline:
                 f"{name} is spread over ranks; close() this ParallelPipeline before you replace it"
             )
         else:
+            value = with_flow_settings(self.pipeline, value) if name == "scheduler" else value
             setattr(self.pipeline, name, value)
 
     def __repr__(self) -> str:

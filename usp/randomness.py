@@ -1,6 +1,6 @@
 """The same random bits on every rank and for every world size."""
 
-import secrets
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -59,15 +59,18 @@ def check_seed(seed: int) -> int:
 
 
 @contextmanager
-def same_default_rng(world: World) -> Iterator[None]:
+def same_default_rng(world: World, generator: Generators) -> Iterator[None]:
     """All ranks' default generators in one state for the body, then each back in its own.
 
-    Covers pipelines and schedulers that draw without the caller's generator. Collective.
+    Covers pipelines and schedulers that draw without the caller's generator. Their state follows from that of
+    `generator`, which all ranks share, so a seed repeats these draws too; they are unlike its own.
     """
     device = world.device
     devices = [] if device.index is None else [device.index]
+    given = generator if isinstance(generator, list) else [generator]
+    states = b"".join(g.get_state().numpy().tobytes() for g in given)
+    seed = int.from_bytes(hashlib.sha256(states).digest()[:7])
     with torch.random.fork_rng(devices=devices, device_type=device.kind):
-        seed = world.broadcast_object(secrets.randbelow(2**31))
         torch.default_generator.manual_seed(
             seed
         )  # torch.manual_seed would touch vendors that this rank does not use

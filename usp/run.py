@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,10 +12,11 @@ import typer
 from rich.console import Console
 
 from runtime.process_group import World, connect, ending_together
+from runtime.profiling import profile
 from runtime.report import format_report
 from usp import cli
 from usp.job import Job, find, load, prepare
-from usp.options import Fps, JobOptions, Layouts, Out
+from usp.options import Fps, JobOptions, Layouts, Out, ProfileFolder
 from usp.pipeline import ParallelPipeline
 from usp.planner import choice_json, layouts_table
 from usp.tasks import WAN_T2V, Task
@@ -37,6 +39,7 @@ def run(
     layouts: Layouts = False,
     out: Out = None,
     fps: Fps = None,
+    profile: ProfileFolder = None,
 ) -> None:
     """Make one video, or show the layouts that could."""
     path = out or Path(f"{task.name}.mp4")
@@ -45,10 +48,10 @@ def run(
     with connect(job.device, env=job.env, timeout_s=options.timeout) as world:
         if layouts:
             return show_layouts(job, world)
-        make_video(job, world, path)
+        make_video(job, world, path, traces=profile)
 
 
-def make_video(job: Job, world: World, out: Path) -> None:
+def make_video(job: Job, world: World, out: Path, *, traces: Path | None = None) -> None:
     """Load, run and write; rank 0 reports on stdout, the last line as JSON."""
     place: list[Callable[[], str]] = [lambda: "loading"]
     with ending_together(world, lambda: place[0]()):
@@ -58,7 +61,8 @@ def make_video(job: Job, world: World, out: Path) -> None:
             pipeline.set_progress_bar_config(desc="denoise", disable=not world.is_main)
             # Only rank 0 decodes: the others would make the same frames and throw them away.
             call = job.request.call_arguments() | {"output_type": "np" if world.is_main else "latent"}
-            result = pipeline(**call, seed=job.options.seed)
+            with profile(traces, world.device, world.rank) if traces else nullcontext():
+                result = pipeline(**call, seed=job.options.seed)
             place[0] = lambda: "writing"
             write = partial(write_result, job, pipeline, result.frames, out)
             world.wait_for_main("writing", write, WRITE_LIMIT_S)

@@ -1,5 +1,7 @@
 """The device is resolved once per rank, from what is there; no vendor is touched that nobody asked for."""
 
+import ast
+import inspect
 import os
 import subprocess
 import sys
@@ -10,8 +12,20 @@ import pytest
 import torch
 
 import runtime.device as device_module
-from runtime.device import BACKENDS, Device, backend_for, detect_device, device_count, resolve_device
+from launchers.vendors import VENDORS
+from runtime.device import (
+    ALIASES,
+    BACKENDS,
+    VISIBLE_VARIABLES,
+    Device,
+    backend_for,
+    detect_device,
+    device_count,
+    resolve_device,
+)
 from tests.runtime.processes import ROOT
+
+PACKAGES = sorted(p for top in ("usp", "runtime", "launchers") for p in (ROOT / top).rglob("*.py"))
 
 
 @pytest.mark.parametrize("kind", ["cuda", "npu", "musa", "xpu"])
@@ -115,6 +129,29 @@ def test_backends_come_from_one_table(kind, backend):
     assert backend_for(kind, available=lambda name: True) == (backend, None)
 
 
+def test_the_tables_of_variables_are_those_of_the_launchers(monkeypatch):
+    """Backend, visible devices and allocator of every kind: what a launcher sets is what torch reads here."""
+    for kind, vendor in VENDORS.items():
+        monkeypatch.setattr(torch.version, "hip", "6.4" if kind == "rocm" else None)
+        name = ALIASES.get(kind, kind)
+        device = Device(name, None if name in ("cpu", "mps") else 0)
+        assert device.backend == vendor.backend
+        assert device.allocator_variables == vendor.allocators
+        assert VISIBLE_VARIABLES.get(kind) == vendor.visible
+    assert {ALIASES.get(kind, kind) for kind in VENDORS} == set(BACKENDS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "variable"), [("cuda", "CUDA_VISIBLE_DEVICES"), ("npu", "ASCEND_RT_VISIBLE_DEVICES")]
+)
+def test_b65_too_few_devices_names_the_variable_that_hides_them(kind, variable):
+    """The devices may be there, but not shown: the message says where to look."""
+    with pytest.raises(ValueError, match=rf"start at most 1 per host, or show more in {variable}$"):
+        resolve_device(kind, local_rank=1, count=1, world_size=2)
+    with pytest.raises(ValueError, match=r"start at most 1 per host$"):
+        resolve_device("mps", local_rank=1, count=1, world_size=2)
+
+
 def test_b68_cuda_without_nccl_uses_gloo_with_a_note(monkeypatch):
     """As on Windows: is_nccl_available() is False, so gloo is chosen, and said so."""
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
@@ -162,6 +199,23 @@ def test_the_policy_forbids_float64_and_complex_where_they_do_not_exist():
     }
 
 
+def test_rope_angles_are_float64_only_where_it_exists():
+    """fp32 on npu, mps and xpu; the dtype is one that the device's policy allows."""
+    wide = {kind for kind in BACKENDS if Device(kind).rope_dtype == torch.float64}
+    assert wide == {"cuda", "musa", "cpu"}
+    assert wide == {kind for kind in BACKENDS if Device(kind).supports_float64}
+
+
+def test_each_device_is_profiled_by_the_profiler_that_sees_it(monkeypatch):
+    """torch.profiler records every kind but npu, which has its own of the same shape."""
+    own = types.ModuleType("torch_npu.profiler")
+    monkeypatch.setitem(sys.modules, "torch_npu", types.ModuleType("torch_npu"))
+    monkeypatch.setitem(sys.modules, "torch_npu.profiler", own)
+    found = {kind: Device(kind).profiler for kind in BACKENDS}
+    assert found.pop("npu") is own
+    assert set(found.values()) == {torch.profiler}
+
+
 def test_cpu_memory_is_measured_in_bytes():
     """A block of 200 MB raises the peak by about as much; no call needs a card."""
     device = Device("cpu")
@@ -205,16 +259,48 @@ class FakeModule(types.ModuleType):
         return lambda *args, **kwargs: self.calls.append((name, *args, *kwargs.values()))
 
 
-def test_b05_every_call_on_a_card_carries_its_index(monkeypatch):
+@pytest.mark.parametrize("kind", ["cuda", "musa", "xpu"])
+def test_b05_every_call_on_a_card_carries_its_index(monkeypatch, kind):
     """set_device, synchronize, memory: all with index 1; none falls back to card 0."""
     fake = FakeModule()
-    monkeypatch.setattr(torch, "get_device_module", lambda kind: fake)
-    device = Device("cuda", 1)
+    monkeypatch.setattr(torch, "get_device_module", lambda asked: fake if asked == kind else None)
+    device = Device(kind, 1)
     device.make_current()
     device.synchronize()
     device.reset_memory_peak()
     assert (device.memory_total(), device.memory_peak()) == (1001, 101)
     assert fake.calls == [("set_device", 1), ("synchronize", 1), ("reset_peak_memory_stats", 1)]
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_the_calls_exist_in_this_torch(kind):
+    """What is called on a card is there, and takes a device first: checked on torch's own module."""
+    module = torch.get_device_module(kind)
+    calls = ("set_device", "synchronize", "get_device_properties", "max_memory_allocated")
+    for name in (*calls, "reset_peak_memory_stats"):
+        assert next(iter(inspect.signature(getattr(module, name)).parameters)) == "device"
+    assert callable(module.empty_cache)
+
+
+def test_mps_has_calls_of_its_own(monkeypatch):
+    """No index and no peak: the driver's figure, and the size that the system recommends."""
+    called = []
+    for name, value in (("recommended_max_memory", 1000), ("driver_allocated_memory", 100)):
+        assert callable(getattr(torch.mps, name)), "in every torch, also where mps is not"
+        monkeypatch.setattr(torch.mps, name, lambda value=value: value)
+    for name in ("synchronize", "empty_cache"):
+        assert callable(getattr(torch.mps, name))
+        monkeypatch.setattr(torch.mps, name, lambda name=name: called.append(name))
+    device = Device("mps")
+    device.make_current()
+    device.synchronize()
+    device.empty_cache()
+    device.reset_memory_peak()
+    assert (device.memory_total(), device.memory_peak(), called) == (
+        1000,
+        100,
+        ["synchronize", "empty_cache"],
+    )
 
 
 @pytest.fixture
@@ -256,6 +342,40 @@ def test_b70_an_installed_torch_npu_alone_is_not_imported(fake_npu, monkeypatch)
     assert not fake_npu.imports.exists()
     files.append("/dev/davinci0")
     assert str(detect_device(None, local_rank=0, world_size=1)) == "npu:0"
+
+
+def test_hazard_5_a_shim_that_the_user_loaded_does_not_mislead(fake_npu, monkeypatch):
+    """transfer_to_npu makes torch.cuda answer for the npu, and nccl look built in: still npu and hccl."""
+    sys.modules["torch_npu"] = types.ModuleType("torch_npu")  # as after the user's own import
+    for name in ("is_available", "device_count", "current_device", "set_device"):
+        monkeypatch.setattr(torch.cuda, name, getattr(fake_npu, name))
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    device = detect_device(None, local_rank=1, world_size=2)
+    device.make_current()
+    assert (str(device), device.backend, device.takes_device_id) == ("npu:1", "hccl", False)
+    assert fake_npu.calls[0] == ("set_device", 1)
+
+
+@pytest.mark.parametrize("path", PACKAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_b70_no_file_rewrites_torch(path):
+    """No assignment to, deletion or setattr of a name below torch in any of our packages."""
+    rewritten = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        targets: list[ast.AST] = []
+        if isinstance(node, (ast.Assign, ast.Delete)):
+            targets = list(node.targets)
+        elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
+            targets = [node.target]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+            targets = [ast.Attribute(node.args[0], "x")]
+        rewritten += [t for t in targets if isinstance(t, ast.Attribute) and root_of(t) == "torch"]
+    assert [ast.unparse(target) for target in rewritten] == []
+
+
+def root_of(node: ast.AST) -> str:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def test_a_torch_npu_that_does_not_load_is_an_error_in_words(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import runtime.process_group as process_group
 from runtime.device import Device, detect_device
 from runtime.log import setup_logging
-from runtime.process_group import PeerError, RankEnv, World, connect, read_rank_env
+from runtime.process_group import PeerError, RankEnv, World, communicator_bytes, connect, read_rank_env
 from tests.runtime.processes import fork_ranks, free_port
 
 CPU = Device("cpu")
@@ -155,6 +155,65 @@ def test_b69_two_runs_in_one_process_end_without_a_word(tmp_path):
                 False,
             ]
         assert json.loads((tmp_path / f"told-{rank}").read_text()) == expected
+
+
+def _generations(folder: Path) -> None:
+    keys: list[list[str]] = []
+    for _ in range(3):
+        with connect(CPU, timeout_s=20) as world:
+            pair = dist.new_group([0, 1])
+            dist.all_reduce(torch.ones(1), group=pair)
+            store = dist.distributed_c10d._get_default_store()
+            while isinstance(store, dist.PrefixStore):
+                store = store.underlying_store
+            world.meet("all keys are written", 10)
+            keys.append(store.list_keys())
+            world.meet("keys are read", 10)
+    if world.rank == 0:
+        (folder / "keys").write_text(json.dumps(keys))
+
+
+@pytest.mark.skipif(not hasattr(dist.TCPStore, "list_keys"), reason="this torch cannot list a store's keys")
+def test_hazard_45_each_generation_of_the_group_has_a_prefix_of_its_own(tmp_path):
+    """Three groups over one store: each writes under a new prefix, and none under an older one's again."""
+    ends = fork_ranks(2, _generations, tmp_path, tmp_path)
+    assert [(end.code, end.text) for end in ends] == [(0, "")] * 2
+    seen: set[str] = set()
+    prefixes = []
+    for keys in json.loads((tmp_path / "keys").read_text()):
+        fresh = {key for key in set(keys) - seen if "/group/" in key}
+        seen |= set(keys)
+        found = {key.split("/group/")[0] for key in fresh}
+        assert len(found) == 1, f"keys of the group and its subgroups under {found}"
+        assert len(fresh) > 2
+        prefixes += found
+    assert len(set(prefixes)) == 3
+
+
+def test_hazard_17_the_buffers_of_a_communicator_are_known():
+    """hccl: two of HCCL_BUFFSIZE, 200 MB by default; other backends tell of none."""
+    assert communicator_bytes("hccl", {}) == 400 * 2**20
+    assert communicator_bytes("hccl", {"HCCL_BUFFSIZE": "64"}) == 128 * 2**20
+    assert communicator_bytes("hccl", {"HCCL_BUFFSIZE": "x"}) == 400 * 2**20
+    assert communicator_bytes("nccl", {"HCCL_BUFFSIZE": "64"}) == communicator_bytes(None, {}) == 0
+
+
+def test_hazard_42_two_allocator_variables_are_refused_before_torch_aborts(monkeypatch):
+    """One is fine; with two of the device's own the message names both; another vendor's do not matter."""
+    made_current = []
+    monkeypatch.setattr(Device, "make_current", lambda device: made_current.append(str(device)))
+    monkeypatch.setenv("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True")
+    with connect(Device("npu", 0), env=RankEnv()):
+        assert made_current == ["npu:0"]
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(
+        ValueError,
+        match=r"^PYTORCH_NPU_ALLOC_CONF and PYTORCH_ALLOC_CONF are both set; on npu both .*; unset ",
+    ):
+        connect(Device("npu", 0), env=RankEnv())
+    assert made_current == ["npu:0"]
+    with connect(Device("cuda", 0), env=RankEnv()):
+        pass
 
 
 def _use_callers_group() -> list[object]:

@@ -25,7 +25,7 @@ ALWAYS = 10.0  # a threshold that every change is under
 @contextmanager
 def caching(model, threshold, *, plan=WAN, layout=None, cache_first=False, **policy):
     """A cache on `model`, alone or with its tokens over the ranks of `layout`; closed at the end."""
-    branches, made = Branches(model), {}
+    branches, made = Branches(model, plan.told_apart_by), {}
     groups = cached_groups(parse_parallel(layout)) if layout else None
 
     def shard():

@@ -14,6 +14,7 @@ import torch
 
 from tests import tiny
 from tests.usp.in_ranks import seeded
+from usp.plans import PLANS
 
 WIDTH, TEXT_DIM, POOLED = 32, 16, 12
 HEADS = {"num_attention_heads": 4, "attention_head_dim": 8}
@@ -30,7 +31,6 @@ class Row:
     name: str
     config: dict[str, Any]
     inputs: Callable[..., Inputs]  # (grid, text, batch) and the row's own options
-    joint: bool = True  # whether text is cut too
 
     def build(self, *, seed: int = 1, **config: Any) -> Any:
         """The model."""
@@ -61,7 +61,13 @@ def text_mask(batch: int, text: int) -> torch.Tensor:
 
 
 def flux(
-    grid: Grid, text: int, batch: int = 1, *, guidance: bool = True, batched_ids: bool = False
+    grid: Grid,
+    text: int,
+    batch: int = 1,
+    *,
+    guidance: bool = True,
+    batched_ids: bool = False,
+    controlnet: bool = False,
 ) -> Inputs:
     """FLUX.1; the ids of old versions have a batch axis."""
     made: Inputs = {
@@ -76,6 +82,9 @@ def flux(
         made["guidance"] = torch.full((batch,), 3.5)
     if batched_ids:
         made["img_ids"], made["txt_ids"] = made["img_ids"][None], made["txt_ids"][None]
+    if controlnet:
+        for place, name in enumerate(("controlnet_block_samples", "controlnet_single_block_samples")):
+            made[name] = [noise(batch, count(grid), WIDTH, seed=5 + place)]
     return made
 
 
@@ -142,21 +151,71 @@ def vace(grid: Grid, text: int, batch: int = 1) -> Inputs:
     return {**wan(grid, text, batch), "control_hidden_states": control}
 
 
-def unet() -> Any:
-    """A UNet of two levels, as in Stable Diffusion 1.5."""
-    sizes = {
-        "block_out_channels": (8, 16),
-        "layers_per_block": 1,
-        "norm_num_groups": 4,
-        "attention_head_dim": 2,
+def hunyuan(grid: Grid, text: int, batch: int = 1) -> Inputs:
+    """HunyuanVideo; its mask of the text is always there."""
+    frames, rows, columns = grid
+    return {
+        "hidden_states": noise(batch, 4, frames, 2 * rows, 2 * columns),
+        "timestep": torch.linspace(900.0, 300.0, batch),
+        "encoder_hidden_states": noise(batch, text, TEXT_DIM, seed=1),
+        "encoder_attention_mask": text_mask(batch, text).long(),
+        "pooled_projections": noise(batch, POOLED, seed=2),
+        "guidance": torch.full((batch,), 3.5),
     }
-    kinds = {
-        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+
+
+def cogvideox(grid: Grid, text: int, batch: int = 1) -> Inputs:
+    """CogVideoX; the pipeline makes its rope."""
+    frames, rows, columns = grid
+    angles = ids(grid) @ torch.linspace(0.1, 1.0, 3 * 8).reshape(3, 8)
+    return {
+        "hidden_states": noise(batch, frames, 4, 2 * rows, 2 * columns),
+        "encoder_hidden_states": noise(batch, text, TEXT_DIM, seed=1),
+        "timestep": torch.linspace(900.0, 300.0, batch),
+        "image_rotary_emb": (angles.cos(), angles.sin()),
     }
-    return tiny.seeded(
-        partial(diffusers.UNet2DConditionModel, **sizes, **kinds, cross_attention_dim=TEXT_DIM), 1
-    )
+
+
+def ltx(grid: Grid, text: int, batch: int = 1, *, per_token: bool = False) -> Inputs:
+    """LTX-Video; with an image each token has its timestep."""
+    frames, rows, columns = grid
+    timestep = torch.linspace(900.0, 300.0, batch)
+    if per_token:
+        timestep = timestep[:, None] * torch.linspace(0.0, 1.0, count(grid))
+    return {
+        "hidden_states": noise(batch, count(grid), 4),
+        "encoder_hidden_states": noise(batch, text, TEXT_DIM, seed=1),
+        "timestep": timestep,
+        "encoder_attention_mask": text_mask(batch, text).long(),
+        "num_frames": frames,
+        "height": rows,
+        "width": columns,
+    }
+
+
+UNET: dict[str, Any] = {
+    "block_out_channels": (8, 16),
+    "layers_per_block": 1,
+    "norm_num_groups": 4,
+    "attention_head_dim": 2,
+    "cross_attention_dim": TEXT_DIM,
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    "addition_embed_type": "text_time",  # as in XL
+    "addition_time_embed_dim": 4,
+    "projection_class_embeddings_input_dim": 12 + POOLED,
+}
+
+
+def unet(grid: Grid, text: int, batch: int = 1) -> Inputs:
+    """A UNet: one timestep for the whole batch, and a dict of more."""
+    more = {"text_embeds": noise(batch, POOLED, seed=2), "time_ids": noise(batch, 3, seed=3)}
+    return {
+        "sample": noise(batch, 4, 2 * grid[1], 2 * grid[2]),
+        "timestep": torch.tensor(500.0),
+        "encoder_hidden_states": noise(batch, text, TEXT_DIM, seed=1),
+        "added_cond_kwargs": more,
+    }
 
 
 WAN = {
@@ -179,12 +238,11 @@ FLUX = {
 MODELS: dict[str, Row] = {
     row.name: row
     for row in (
-        Row(name="WanTransformer3DModel", config=WAN, inputs=wan, joint=False),
+        Row(name="WanTransformer3DModel", config=WAN, inputs=wan),
         Row(
             name="WanVACETransformer3DModel",
             config={**WAN, "vace_layers": [0, 2], "vace_in_channels": 6},
             inputs=vace,
-            joint=False,
         ),
         Row(
             name="FluxTransformer2DModel",
@@ -236,7 +294,48 @@ MODELS: dict[str, Row] = {
                 "axes_lens": [256, 32, 32],
             },
             inputs=z_image,
-            joint=False,
         ),
+        Row(
+            name="HunyuanVideoTransformer3DModel",
+            config={
+                **HEADS,
+                "in_channels": 4,
+                "out_channels": 4,
+                "num_layers": 2,
+                "num_single_layers": 2,
+                "num_refiner_layers": 1,
+                "text_embed_dim": TEXT_DIM,
+                "pooled_projection_dim": POOLED,
+                "rope_axes_dim": ROPE,
+            },
+            inputs=hunyuan,
+        ),
+        Row(
+            name="CogVideoXTransformer3DModel",
+            config={
+                **HEADS,
+                "in_channels": 4,
+                "out_channels": 4,
+                "time_embed_dim": 16,
+                "text_embed_dim": TEXT_DIM,
+                "num_layers": 3,
+                "use_rotary_positional_embeddings": True,
+            },
+            inputs=cogvideox,
+        ),
+        Row(
+            name="LTXVideoTransformer3DModel",
+            config={
+                **HEADS,
+                "in_channels": 4,
+                "out_channels": 4,
+                "cross_attention_dim": WIDTH,
+                "num_layers": 3,
+                "caption_channels": TEXT_DIM,
+            },
+            inputs=ltx,
+        ),
+        Row(name="UNet2DConditionModel", config=UNET, inputs=unet),
     )
 }
+SPREAD = [name for name in MODELS if PLANS[name].attentions]  # those whose sequence is spread over ranks

@@ -289,7 +289,10 @@ def test_a_device_that_is_not_here_names_what_is(refuse):
 def test_b65_more_ranks_than_devices_is_told_alike_on_all_ranks(refuse, monkeypatch):
     """Requirement 15: four ranks, two cards; rank 0, whose own card exists, says what rank 3 would."""
     monkeypatch.setattr(device, "device_count", lambda kind: {"cpu": 1, "cuda": 2}.get(kind, 0))
-    sentence = "LOCAL_RANK=3 needs cuda device 3; this host has 2 cuda devices; start at most 2 per host"
+    sentence = (
+        "LOCAL_RANK=3 needs cuda device 3; this host has 2 cuda devices; start at most 2 per host, "
+        "or show more in CUDA_VISIBLE_DEVICES"
+    )
     assert refuse("wan-t2v", "--device", "cuda", size=4) == sentence
     for rank in range(4):
         be_rank(monkeypatch, rank, 4)

@@ -106,6 +106,43 @@ def test_b50_communicators_join_the_ranks_that_the_function_names(ranks, layout)
             assert lone == (len(members) == 1)
 
 
+def communicators_reported(layout: str) -> tuple[list[tuple[str, str]], list[tuple[str, str]], int]:
+    """The memory rows before and after a buffer is kept, and how many communicators torch made here."""
+    before = len(dist.distributed_c10d._world.pg_map)
+    groups = make_groups(parse_parallel(layout), rank=rank())
+    made = len(dist.distributed_c10d._world.pg_map) - before
+    rows = groups.rows(400 * 2**20)
+    groups.ulysses.buffer("k", 2**18, torch.float32, torch.device("cpu"))
+    later = groups.rows()
+    groups.close()
+    return rows, later, made
+
+
+@pytest.mark.parametrize(
+    ("layout", "of_rank_3"),
+    [
+        ("ulysses4", []),
+        ("ulysses2 ring2", ["ring (1, 3)", "ulysses (2, 3)"]),
+        ("cfg2 gather_kv2", ["cfg (1, 3)", "gather_kv+sp (2, 3)"]),
+    ],
+)
+def test_hazard_17_communicators_are_counted_and_listed(ranks, layout, of_rank_3):
+    """The memory report names each communicator of a rank once, with its axes; the count is torch's own."""
+    rows, later, made = ranks(4).run(communicators_reported, layout)[3]
+    named = ", ".join(["all 4 ranks", *of_rank_3])
+    assert rows == [("communicators", f"{1 + len(of_rank_3)}: {named}; 400 MiB of buffers each")]
+    assert later == [
+        ("communicators", f"{1 + len(of_rank_3)}: {named}"),
+        ("receive buffers", "1.00 MiB kept"),
+    ]
+    assert made == len(of_rank_3)
+
+
+def test_a_lone_rank_reports_no_communicators():
+    """World 1 makes none, so there is no row."""
+    assert make_groups(parse_parallel("ulysses1"), rank=0).rows(1) == []
+
+
 def unlike_halves(layout: str) -> tuple[float, dict[str, int]]:
     """Each cfg half runs a forward of its own, of another length; the error, and the bytes by axis."""
     groups = make_groups(parse_parallel(layout), rank=rank())

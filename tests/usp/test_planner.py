@@ -455,11 +455,10 @@ def test_the_bundled_model_is_read():
     """Tokens, branches and weights of the demo's folder."""
     facts = read_model_folder(MODEL_DIR, pipeline="WanPipeline")
     sizes = {"width": DEFAULTS.width, "height": DEFAULTS.height, "num_frames": DEFAULTS.num_frames}
-    found = workload_of_folder(facts, **sizes, guidance_scale=DEFAULTS.guidance_scale, itemsize=4)
+    found = workload_of_folder(facts, **sizes, branches=2, itemsize=4)
     assert found.tokens == facts.tokens(**sizes)
     assert found.branches == 2
     assert found.parameter_bytes > 2**20
-    assert workload_of_folder(facts, **sizes, guidance_scale=1.0, itemsize=4).branches == 1
 
 
 def test_a_pipelines_defaults_fill_in():

@@ -188,8 +188,8 @@ def test_ranks_that_give_unlike_seeds_are_refused_together(ranks, by_rank):
         assert "differs over ranks: rank 0 has" in text
 
 
-def draws(seed: int) -> list[float]:
-    """What the default generator gives inside each of two calls, and outside afterwards."""
+def draws(seeds: list[int]) -> list[float]:
+    """What the default generator gives inside a call with each seed."""
     torch.manual_seed(1000 + rank())
     inside: list[float] = []
 
@@ -198,7 +198,7 @@ def draws(seed: int) -> list[float]:
         return tensors
 
     with ParallelPipeline(tiny.build("t2v")) as pipe:
-        for _ in range(2):
+        for seed in seeds:
             pipe(**tiny.call("t2v", **SHORT), seed=seed, callback_on_step_end=callback)
     outside = torch.rand(()).item()
     torch.manual_seed(1000 + rank())
@@ -207,7 +207,12 @@ def draws(seed: int) -> list[float]:
 
 
 def test_requirement_21_draws_without_a_generator_agree(ranks):
-    """Req 21: code in the loop draws alike on all ranks from the default generator, whose state stays."""
-    one, other = ranks(2).run(draws, SEED)
+    """Req 21: code in the loop draws alike on all ranks from the default generator, whose state stays.
+
+    The seed decides these draws too.
+    """
+    one, other = ranks(2).run(draws, [SEED, SEED + 1, SEED])
     assert one == other
     assert one[0] != one[1]
+    assert one[0] == one[2]
+    assert one[:2] == ranks(1).run(draws, [SEED, SEED + 1])[0]

@@ -9,7 +9,7 @@ from usp.planner.choose import Candidate, Choice, choice_json, choose, layouts_t
 from usp.planner.cost import Prediction, Workload, predict
 from usp.planner.machine import LINKS, Channel, Link, Machine, parse_link
 from usp.planner.measure import measure_machine
-from usp.planner.models import workload_of_config, workload_of_folder, workload_of_pipeline
+from usp.planner.models import branches_of, workload_of_config, workload_of_folder, workload_of_pipeline
 
 __all__ = [
     "LINKS",
@@ -21,6 +21,7 @@ __all__ = [
     "Machine",
     "Prediction",
     "Workload",
+    "branches_of",
     "choice_json",
     "choose",
     "choose_for",

@@ -1,6 +1,7 @@
 """parallel="auto": measure once, choose for every call, and say what was chosen and why."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,35 +10,43 @@ from torch import nn
 from runtime.log import get_logger
 from runtime.process_group import World
 from usp.config import ParallelConfig
-from usp.planner.choose import Choice, alone, choose
+from usp.planner.choose import Choice, choose, only
 from usp.planner.cost import Workload
 from usp.planner.machine import Link, Machine
 from usp.planner.measure import measure_machine
 from usp.planner.models import workload_of_pipeline
+from usp.plans import plan_for
 
 logger = get_logger(__name__)
 
 
 def choose_for(
     world: World,
-    workload: Workload,
+    workload: Workload | None,
     dtype: torch.dtype,
     *,
     transport: str = "auto",
     strict: bool = False,
     link: Link | None = None,
 ) -> Choice:
-    """What the ranks of `world` shall do, the same on all of them.
+    """What the ranks of `world` shall do, the same on all of them; `workload` is None for a model whose
+    sequence cannot be spread.
 
     The machine is measured; a given `link` is taken instead of a measured one. One rank measures nothing.
     Collective. Logs the reason; `config` of the result raises ValueError if no layout fits.
     """
-    if world.world_size == 1:
-        return alone(workload, transport=transport)
+    if world.world_size == 1 or workload is None:
+        config = replace(_without_measuring(world), transport=transport)
+        return only(config, "one rank" if world.world_size == 1 else "this model has no sequence to spread")
     machine = measure_machine(world, workload, dtype, link=link)
     choice = choose(workload, machine, world.world_size, transport=transport, strict=strict)
     logger.info("auto: %s", choice.reason)
     return choice
+
+
+def _without_measuring(world: World) -> ParallelConfig:
+    """The only layout of one rank, or of a model whose sequence cannot be spread."""
+    return ParallelConfig(cfg_degree=world.world_size)
 
 
 class Auto:
@@ -50,7 +59,7 @@ class Auto:
     def __init__(self, world: World, pipeline: Any, model: nn.Module, *, strict: bool) -> None:
         self._world, self._pipeline, self._model, self._strict = world, pipeline, model, strict
         self._machine: Machine | None = None
-        if world.world_size > 1:
+        if world.world_size > 1 and plan_for(model).attentions:
             dtype = next(model.parameters()).dtype
             self._machine = measure_machine(world, workload_of_pipeline(pipeline, model, {}), dtype)
 
@@ -60,7 +69,7 @@ class Auto:
         Raises ValueError, with the numbers, if none fits the memory.
         """
         if self._machine is None:
-            return ParallelConfig()
+            return _without_measuring(self._world)
         workload = workload_of_pipeline(self._pipeline, self._model, arguments)
         choice = choose(workload, self._machine, self._world.world_size, strict=self._strict)
         logger.info("auto: %s", choice.reason)
@@ -69,7 +78,7 @@ class Auto:
     def first(self) -> ParallelConfig:
         """The layout for a call of the pipeline's defaults, or the smallest: a call may be smaller."""
         if self._machine is None:
-            return ParallelConfig()
+            return _without_measuring(self._world)
         workload = workload_of_pipeline(self._pipeline, self._model, {})
         choice = choose(workload, self._machine, self._world.world_size, strict=self._strict)
         return choice.chosen or choice.candidates[0].config

@@ -29,8 +29,8 @@ class Candidate:
 class Choice:
     """What `choose` found: every candidate, the chosen one (None if none can be used), and why."""
 
-    workload: Workload
-    machine: Machine | None  # None: one rank, for which nothing was measured
+    workload: Workload | None  # None, with the machine: there was one layout, so nothing was measured
+    machine: Machine | None
     candidates: tuple[Candidate, ...]
     chosen: ParallelConfig | None
     reason: str
@@ -103,16 +103,17 @@ def choose(
     return Choice(workload, machine, candidates, chosen.config, reason)
 
 
-def alone(workload: Workload, *, transport: str = "auto") -> Choice:
-    """The choice of one rank, which has none."""
-    config = replace(ParallelConfig(), transport=transport)
-    return Choice(workload, None, (), config, "one rank: nothing to choose; start more with torchrun")
+def only(config: ParallelConfig, why: str) -> Choice:
+    """The choice where there is none."""
+    return Choice(None, None, (), config, f"{config}: {why}")
 
 
 def layouts_table(choice: Choice) -> Table:
     """Every candidate layout, one line each, the chosen one marked; the reason below."""
     columns = ("", "layout", "per step", "speed-up", "exchange", "sent per rank", "memory per rank", "")
-    title = f"layouts for {choice.workload.tokens} tokens, {choice.workload.branches} guidance branches"
+    title = "the only layout"
+    if choice.workload is not None:
+        title = f"layouts for {choice.workload.tokens} tokens, {choice.workload.branches} guidance branches"
     table = Table(title=title, caption=choice.reason, box=box.SIMPLE)
     table.title_justify = table.caption_justify = "left"
     for name in columns:
@@ -214,7 +215,9 @@ def _reason(chosen: Candidate, others: list[Candidate], workload: Workload, mach
 
 def _single_s(choice: Choice) -> float:
     """Seconds of one rank's step."""
-    return predict(choice.workload, choice.machine, ParallelConfig()).seconds if choice.machine else 0.0
+    if choice.workload is None or choice.machine is None:
+        return 0.0
+    return predict(choice.workload, choice.machine, ParallelConfig()).seconds
 
 
 def _divisors(number: int) -> list[int]:

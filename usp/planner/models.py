@@ -10,9 +10,13 @@ from typing import Any
 from torch import nn
 
 from usp.model_folder import ModelFacts
+from usp.plan import ShardPlan
 from usp.planner.cost import FP32, Workload
+from usp.plans import PLANS, plan_for
+from usp.plans.wan import WAN
 
-TEXT_TOKENS = 512  # Wan pads every prompt to this
+TEXT_TOKENS = 512  # Wan pads every prompt to this; the others allow as many
+LAYER_COUNTS = ("num_layers", "num_single_layers", "n_layers")  # what configs call them, summed
 ITEMSIZES = {
     "F64": 8,
     "F32": 4,
@@ -36,67 +40,120 @@ def workload_of_config(
     branches: int,
     parameter_bytes: int,
     text_tokens: int = TEXT_TOKENS,
+    plan: ShardPlan = WAN,
 ) -> Workload:
-    """The workload of a Wan-like transformer config; `tokens` of the whole sequence, `itemsize` in bytes."""
-    patch = config["patch_size"]
-    volume = prod(patch) if isinstance(patch, (list, tuple)) else patch**2
-    channels = (config.get("out_channels") or config["in_channels"]) * volume
-    width = config["num_attention_heads"] * config["attention_head_dim"]
+    """The workload of a transformer config whose class has this plan; `itemsize` in bytes.
+
+    `tokens` are the picture's; where text is joined to them in attention it is counted with them.
+    """
+    heads = config[plan.head_config]
+    size = config[plan.head_dim_config]
+    head_dim = sum(size) if isinstance(size, (list, tuple)) else size
+    channels = _patch_channels(config, plan)
+    joined = any(len(attention.streams) > 1 for attention in plan.attentions)
     return Workload(
-        tokens=tokens,
-        heads=config["num_attention_heads"],
-        head_dim=config["attention_head_dim"],
-        layers=config["num_layers"],
-        ffn_dim=config.get("ffn_dim") or 4 * width,
+        tokens=tokens + text_tokens * joined,
+        heads=heads,
+        head_dim=head_dim,
+        layers=sum(config.get(name) or 0 for name in LAYER_COUNTS),
+        ffn_dim=config.get("ffn_dim") or 4 * heads * head_dim,
         itemsize=itemsize,
         patch_channels=channels,
-        text_tokens=text_tokens,
+        text_tokens=0 if joined else text_tokens,
         branches=branches,
         parameter_bytes=parameter_bytes,
         latent_bytes=tokens * channels * itemsize,
     )
 
 
+def _patch_channels(config: Mapping[str, Any], plan: ShardPlan) -> int:
+    """Channels of a token's part of the noise prediction."""
+    names = (*plan.output.channels, "in_channels")
+    channels = next(config[name] for name in names if config.get(name))
+    if plan.output.times:
+        return channels * prod(config[name] for name in plan.output.times)
+    patch = config.get("patch_size") or config.get("all_patch_size") or 1
+    if isinstance(patch, int) or len(patch) == 1:
+        edge = patch if isinstance(patch, int) else patch[0]
+        return channels * edge**2
+    return channels * prod(patch)
+
+
 def workload_of_folder(
-    facts: ModelFacts, *, width: int, height: int, num_frames: int, guidance_scale: float, itemsize: int
-) -> Workload:
-    """The workload of one video by the model in a folder; guidance above 1 has two branches.
+    facts: ModelFacts, *, width: int, height: int, num_frames: int, branches: int, itemsize: int
+) -> Workload | None:
+    """The workload of one picture by the model in a folder; None if its sequence cannot be spread.
 
     Reads the transformer's config and the headers of the weight files, no weights.
     """
-    part = facts.folder / "transformer"
-    part = part if part.is_dir() else facts.folder / "transformer_2"
+    part = next(p for n in ("transformer", "transformer_2", "unet") if (p := facts.folder / n).is_dir())
+    config = json.loads((part / "config.json").read_text(encoding="utf-8"))
+    plan = PLANS.get(config.get("_class_name", ""), WAN)
+    if not plan.attentions:
+        return None
     return workload_of_config(
-        json.loads((part / "config.json").read_text(encoding="utf-8")),
+        config,
         tokens=facts.tokens(width=width, height=height, num_frames=num_frames),
         itemsize=itemsize,
-        branches=2 if guidance_scale > 1 else 1,
+        branches=branches,
         parameter_bytes=parameter_bytes(facts.folder, itemsize),
+        plan=plan,
     )
 
 
 def workload_of_pipeline(pipeline: Any, model: nn.Module, arguments: Mapping[str, Any]) -> Workload:
-    """The workload of a call of a loaded Wan-like pipeline; the call's defaults fill in for `arguments`."""
-    defaults = {n: p.default for n, p in inspect.signature(pipeline.__call__).parameters.items()}
-    sizes = {n: arguments.get(n) or defaults.get(n) or 1 for n in ("height", "width", "num_frames")}
-    spatial = getattr(pipeline, "vae_scale_factor_spatial", 8)
-    temporal = getattr(pipeline, "vae_scale_factor_temporal", 4)
+    """The workload of a call of a loaded pipeline; the call's defaults fill in for `arguments`.
+
+    `model` has a plan that spreads its sequence. Tokens of input images are not known before they are
+    encoded, so each is counted as large as the picture; so is text as long as the pipeline allows.
+    """
+    call = call_with_defaults(pipeline, arguments)
     config: Any = model.config
-    patch = config["patch_size"]
-    frames = ((sizes["num_frames"] - 1) // temporal + 1) // patch[0]
-    tokens = frames * (sizes["height"] // spatial // patch[1]) * (sizes["width"] // spatial // patch[2])
-    guidance = arguments.get("guidance_scale", defaults.get("guidance_scale")) or 1
+    images = call.get("image") if not hasattr(pipeline, "vae_scale_factor_spatial") else None
+    pictures = 1 + (len(images) if isinstance(images, (list, tuple)) else images is not None)
     parts = [c for c in pipeline.components.values() if isinstance(c, nn.Module)]
     return workload_of_config(
         config,
-        tokens=max(1, tokens),
+        tokens=max(1, _tokens_of(pipeline, config, call) * pictures),
         itemsize=next(model.parameters()).element_size(),
-        branches=2 if guidance > 1 else 1,
+        branches=branches_of(call, config),
         parameter_bytes=sum(p.numel() * p.element_size() for part in parts for p in part.parameters()),
-        text_tokens=arguments.get("max_sequence_length")
-        or defaults.get("max_sequence_length")
-        or TEXT_TOKENS,
+        text_tokens=call.get("max_sequence_length") or TEXT_TOKENS,
+        plan=plan_for(model),
     )
+
+
+def call_with_defaults(pipeline: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """A call's arguments, with the pipeline's defaults for those that are not given."""
+    defaults = {n: p.default for n, p in inspect.signature(pipeline.__call__).parameters.items()}
+    return defaults | dict(arguments)
+
+
+def branches_of(call: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+    """Guidance branches of a call with these arguments, by a model of this config.
+
+    `true_cfg_scale` counts only beside a negative prompt; without it, a model that embeds its guidance has
+    one branch.
+    """
+    if "true_cfg_scale" in call:
+        negative = any(call.get(name) is not None for name in ("negative_prompt", "negative_prompt_embeds"))
+        return 2 if negative and (call["true_cfg_scale"] or 1) > 1 else 1
+    if config.get("guidance_embeds"):
+        return 1
+    return 2 if (call.get("guidance_scale") or 1) > 1 else 1
+
+
+def _tokens_of(pipeline: Any, config: Mapping[str, Any], call: Mapping[str, Any]) -> int:
+    """Tokens of the picture that a call asks for."""
+    spatial = getattr(pipeline, "vae_scale_factor_spatial", None) or getattr(pipeline, "vae_scale_factor", 8)
+    temporal = getattr(pipeline, "vae_scale_factor_temporal", 4)
+    edge = getattr(pipeline, "default_sample_size", 128) * spatial
+    height, width = (call.get(name) or edge for name in ("height", "width"))
+    patch = config.get("patch_size")
+    if not isinstance(patch, (list, tuple)):  # an image model: 2 x 2 latents to a token, packed or by patches
+        return (height // spatial // 2) * (width // spatial // 2)
+    frames = (((call.get("num_frames") or 1) - 1) // temporal + 1) // patch[0]
+    return frames * (height // spatial // patch[1]) * (width // spatial // patch[2])
 
 
 def parameter_bytes(folder: Path, itemsize: int) -> int:

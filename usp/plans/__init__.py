@@ -3,7 +3,10 @@
 from typing import Any
 
 from usp.plan import ShardPlan
+from usp.plans.cogvideox import COGVIDEOX
 from usp.plans.flux import FLUX, FLUX2
+from usp.plans.hunyuan_video import HUNYUAN_VIDEO
+from usp.plans.ltx import LTX
 from usp.plans.qwen_image import QWEN_IMAGE
 from usp.plans.sd3 import SD3
 from usp.plans.unet import UNET
@@ -11,7 +14,20 @@ from usp.plans.wan import VACE, WAN
 from usp.plans.z_image import Z_IMAGE
 
 PLANS: dict[str, ShardPlan] = {
-    plan.model: plan for plan in (WAN, VACE, FLUX, FLUX2, QWEN_IMAGE, SD3, Z_IMAGE, UNET)
+    plan.model: plan
+    for plan in (
+        *(WAN, VACE, FLUX, FLUX2, QWEN_IMAGE, SD3, Z_IMAGE, HUNYUAN_VIDEO, COGVIDEOX, LTX),
+        UNET,
+    )
+}
+# Models that the plan type cannot express yet, and why.
+UNSERVED: dict[str, str] = {
+    "WanAnimateTransformer3DModel": (
+        "its face adapter attends frame by frame, and a rank's share of the tokens may end inside a frame"
+    ),
+    "LTX2VideoTransformer3DModel": (
+        "its audio attends to the tokens of the film across ranks, and it returns two results"
+    ),
 }
 
 
@@ -19,9 +35,10 @@ def plan_for(model: object) -> ShardPlan:
     """The plan of a model by its class. Raises ValueError that lists the classes with plans."""
     name = type(model).__name__
     if name not in PLANS:
+        why = f" ({UNSERVED[name]})" if name in UNSERVED else ""
         raise ValueError(
-            f"{name} has no shard plan; there are plans for {', '.join(sorted(PLANS))}; to add one write "
-            "usp/plans/<family>.py and list it in usp/plans/__init__.py"
+            f"{name} has no shard plan{why}; there are plans for {', '.join(sorted(PLANS))}; to add one "
+            "write usp/plans/<family>.py and list it in usp/plans/__init__.py"
         )
     return PLANS[name]
 

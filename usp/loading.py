@@ -1,0 +1,150 @@
+"""From a folder, with or without single files beside it, to a pipeline on this rank's device; no network."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+from diffusers.models.modeling_utils import ModelMixin
+
+from runtime.checkpoint import open_checkpoint, resolve_files
+from runtime.device import Device
+from runtime.hub import Patterns, local_folder
+from runtime.loading import LoadReport
+from runtime.world import World
+from usp.original_layouts import detect, load_original
+from usp.parts import empty_model, fill, read_keys
+
+COMFY_PREFIX = "model.diffusion_model."  # in files that hold a whole pipeline
+
+
+def hub_folder(name: str, world: World, *, hub: str) -> Path:
+    """The folder of the model `name` on `hub`, downloaded once per host (`wanted_files` of it).
+
+    Every rank must call it; it waits on the store. Raises as `runtime.hub.local_folder` does.
+    """
+    return local_folder(name, world, first=Patterns(["model_index.json"]), then=wanted_files, hub=hub)
+
+
+def wanted_files(folder: Path) -> Patterns:
+    """Which files are needed of a model with this model_index.json, or with none: an original layout."""
+    path = folder / "model_index.json"
+    if not path.is_file():
+        return Patterns(["*.json", "*.safetensors", "*.pth", "*.model"])
+    parts = [name for name, value in _index(folder).items() if isinstance(value, list) and value[0]]
+    other_forms = ["*.bin", "*.pt", "*.ckpt", "*.msgpack", "*.h5", "*.onnx*", "*.fp16.*", "*.non_ema.*"]
+    return Patterns(["model_index.json", *(f"{part}/*" for part in parts)], other_forms)
+
+
+def load_pipeline(
+    folder: Path,
+    *,
+    pipeline: str,
+    device: Device,
+    dtypes: Mapping[str, torch.dtype],
+    files: Mapping[str, str | Path] | None = None,
+) -> tuple[Any, dict[str, LoadReport]]:
+    """The pipeline of class `pipeline` in `folder`, its models on `device`, and what loading each here did.
+
+    `folder` has diffusers' layout or Wan's original one. `dtypes` has "default" and may name components.
+    `files` replaces the weights of components of a diffusers folder, by name: a file, a folder or a glob, in
+    diffusers' keys or the original (also ComfyUI's). Not a collective, but every rank loads alike.
+    Raises ValueError that names the file, and the key, for what is missing, too many, or does not fit.
+    """
+    files = dict(files or {})
+    cls = getattr(diffusers, pipeline)
+
+    def dtype(name: str) -> torch.dtype:
+        return dtypes.get(name, dtypes["default"])
+
+    layout = detect(folder)
+    if layout is not None:
+        if files:
+            raise ValueError(
+                f"{folder} holds {layout.name}; {', '.join(files)} can be replaced in diffusers folders"
+            )
+        made, reports = load_original(layout, pipeline=pipeline, device=device, dtype=dtype)
+        return cls(**made), reports
+    made, reports = {}, {}
+    index = _index(folder)
+    for name in files:
+        if not isinstance(index.get(name), list):
+            raise ValueError(
+                f"weights of {name!r} were given; {folder / 'model_index.json'} names no such component"
+            )
+    for name, (library, class_name) in _models(index).items():
+        made[name], report = _load_part(
+            folder / name, library, class_name, device, dtype(name), files.get(name)
+        )
+        reports |= {name: report} if report else {}
+    rest = {"dtype": dict(dtypes), "local_files_only": True}
+    return cls.from_pretrained(folder, **made, **rest), reports
+
+
+def _models(index: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Components that are models of diffusers or transformers, as (library, class)."""
+    found = {}
+    bases = {"diffusers": ModelMixin, "transformers": transformers.PreTrainedModel}
+    for name, value in index.items():
+        if isinstance(value, list) and value[0] in bases:
+            cls = getattr(diffusers if value[0] == "diffusers" else transformers, value[1], None)
+            if isinstance(cls, type) and issubclass(cls, bases[value[0]]):
+                found[name] = (value[0], value[1])
+    return found
+
+
+def _load_part(
+    folder: Path, library: str, class_name: str, device: Device, dtype: torch.dtype, file: str | Path | None
+) -> tuple[Any, LoadReport | None]:
+    """One model; by its library's own loader where that is transformers, or there are no safetensors."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    plain = "quantization_config" not in config and (file is not None or any(folder.glob("*.safetensors")))
+    cls: Any = getattr(diffusers if library == "diffusers" else transformers, class_name)
+    if library == "diffusers" and plain:
+        model = empty_model(cls, config, dtype)
+        paths = resolve_files(folder if file is None else file)
+        tensors = open_checkpoint(paths)
+        if file is not None:
+            tensors = single_file_tensors(model, config, tensors, paths)
+        else:
+            model._fix_state_dict_keys_on_load(tensors)  # names of old attention blocks
+        return model, fill(model, tensors, device=device, dtype=dtype)
+    if file is not None:
+        raise ValueError(
+            f"{file} was given for {folder.name}, a {class_name}; files of diffusers' models are taken"
+        )
+    model = cls.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    return model.to(device.torch_device), None
+
+
+def single_file_tensors(
+    model: Any, config: Mapping[str, Any], tensors: dict[str, torch.Tensor], files: list[Path]
+) -> dict[str, torch.Tensor]:
+    """`tensors` under `model`'s keys: as they are if most are its keys, else by diffusers' converter for it.
+
+    From a file with a whole pipeline (ComfyUI's) only the diffusion model is taken.
+    Raises ValueError, naming the files, if the converter finds a key missing, or there is none.
+    """
+    if any(key.startswith(COMFY_PREFIX) for key in tensors):
+        tensors = {k.removeprefix(COMFY_PREFIX): v for k, v in tensors.items() if k.startswith(COMFY_PREFIX)}
+    if 2 * len(tensors.keys() & model.state_dict().keys()) > len(tensors):
+        return tensors
+    converter = SINGLE_FILE_LOADABLE_CLASSES.get(type(model).__name__)
+    if converter is None:
+        raise ValueError(
+            f"{files[0]} has not the keys of a {type(model).__name__}, for which diffusers has no converter; "
+            f"give the file in diffusers' layout"
+        )
+    convert = converter["checkpoint_mapping_fn"]
+    return read_keys(tensors, files, lambda: convert(checkpoint=dict(tensors), config=dict(config)))
+
+
+def _index(folder: Path) -> dict[str, Any]:
+    path = folder / "model_index.json"
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist, and {folder} is no original Wan folder; check the path")
+    return json.loads(path.read_text(encoding="utf-8"))
