@@ -15,6 +15,7 @@ from usp.demo.tiny import (
     flux,
     flux2,
     hunyuan_video,
+    ltx2,
     ltx_video,
     qwen_image,
     sd3,
@@ -54,6 +55,7 @@ FAMILIES = {
     "sd15": Family(make=sd15.text_to_image, call=sd15.CALL),
     "hunyuan-video": Family(make=hunyuan_video.text_to_video, call=hunyuan_video.CALL),
     "ltx-video": Family(make=ltx_video.text_to_video, call=ltx_video.CALL),
+    "ltx-2": Family(make=ltx2.text_to_video, call=ltx2.CALL),
     "cogvideox": Family(make=cogvideox.text_to_video, call=cogvideox.CALL),
 }
 

@@ -58,6 +58,7 @@ QWEN_SPECIAL = (
 )
 # Qwen's own, as far as diffusers' pipelines use it: turns, and an empty thought when thinking is off.
 LLAMA_SPECIAL = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+GEMMA_SPECIAL = ("<start_of_image>", "<end_of_image>", "<image_soft_token>")
 MISTRAL_SPECIAL = ("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]", "[IMG]")
 # Mistral's, for a system message and turns whose content is a list of texts.
 MISTRAL_TEMPLATE = (
@@ -138,6 +139,11 @@ def llama_tokenizer() -> PreTrainedTokenizerFast:
 def mistral_tokenizer() -> PreTrainedTokenizerFast:
     """Mistral 3's tokenizer: `<s>` before each text, special tokens for turns and images, a chat template."""
     return _bytewise_tokenizer("<s>", "</s>", MISTRAL_SPECIAL, chat_template=MISTRAL_TEMPLATE)
+
+
+def gemma_tokenizer() -> PreTrainedTokenizerFast:
+    """Gemma 3's special tokens, `<bos>` before each text, over byte-level words."""
+    return _bytewise_tokenizer("<bos>", "<eos>", GEMMA_SPECIAL)
 
 
 def _bytewise_tokenizer(
