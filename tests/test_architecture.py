@@ -47,6 +47,7 @@ LEVELS = {
     "assembly": 7,
     "agreement": 0,
     "joining": 6,
+    "calls": 6,
     "randomness": 6,
     "report": 6,
     "planner": 6.5,  # auto and --layouts use it, it uses the adapter

@@ -3,8 +3,6 @@ result."""
 
 import functools
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -15,6 +13,7 @@ from runtime.report import format_report, start_rows
 from usp.agreement import describe_call, describe_scheduler, fingerprint, weight_state
 from usp.assembly import Assembly, assemble
 from usp.attention.kernels import check_kernel
+from usp.calls import bind_call, one_progress_bar, with_values
 from usp.config import CacheConfig, ParallelConfig, resolve_parallel
 from usp.deferred import concrete
 from usp.joining import default_group, join, move_pipeline, ranks_running
@@ -123,7 +122,7 @@ class ParallelPipeline:
         then be out of step.
         """
         self._usable()
-        arguments = self._bind(args, kwargs)
+        arguments = bind_call(self.pipeline, args, kwargs)
         self.world.agree(describe_call(arguments), "the call's arguments")
         self.world.agree(describe_scheduler(self.pipeline), "the scheduler's configuration")
         check_pipeline(self.pipeline)
@@ -143,9 +142,9 @@ class ParallelPipeline:
                 same_default_rng(self.world, generator),
                 scheduler_kept(self.pipeline),
                 strengths_kept(self.pipeline),
-                _one_progress_bar(self.pipeline, self.world.is_main),
+                one_progress_bar(self.pipeline, self.world.is_main),
             ):
-                result = _with_values(self.pipeline(**arguments))
+                result = with_values(self.pipeline(**arguments))
         except BaseException as error:
             assembly.abandon()
             if watch.encoded is not None and self.world.world_size > 1:
@@ -263,20 +262,6 @@ class ParallelPipeline:
             self.world.agree(weights, "the fingerprint of the weights")
         self._weight_state = state
 
-    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The call's arguments by name. Raises ValueError that names an unknown one."""
-        signature = inspect.signature(self.pipeline.__call__)
-        try:
-            arguments = dict(signature.bind(*args, **kwargs).arguments)
-        except TypeError as error:
-            raise ValueError(
-                f"{type(self.pipeline).__name__}: {error}; its call takes {signature}"
-            ) from error
-        for name, parameter in signature.parameters.items():
-            if parameter.kind is parameter.VAR_KEYWORD:
-                arguments.update(arguments.pop(name, {}))
-        return arguments
-
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self._watch is None:
             raise RuntimeError(
@@ -322,34 +307,8 @@ OWN_ATTRIBUTES = frozenset(
 )
 
 
-@contextmanager
-def _one_progress_bar(pipeline: Any, shown: bool) -> Iterator[None]:
-    """The pipeline's progress bar on rank 0 alone, however the user has set it up."""
-    kept = getattr(pipeline, "_progress_bar_config", None)
-    if shown or not hasattr(pipeline, "set_progress_bar_config"):
-        yield
-        return
-    pipeline.set_progress_bar_config(**{**(kept or {}), "disable": True})
-    try:
-        yield
-    finally:
-        if kept is None:
-            del pipeline._progress_bar_config
-        else:
-            pipeline.set_progress_bar_config(**kept)
-
-
 def _cache_config(cache: CacheConfig | float | None) -> CacheConfig | None:
     return cache if cache is None or isinstance(cache, CacheConfig) else CacheConfig(threshold=cache)
-
-
-def _with_values(result: Any) -> Any:
-    """A pipeline's result with plain tensors, where a branch's value was not needed until now."""
-    if isinstance(result, dict):  # a diffusers output
-        for name, value in result.items():
-            result[name] = concrete(value)
-        return result
-    return concrete(result)
 
 
 def _planned_models(pipeline: Any) -> dict[str, Any]:

@@ -1,0 +1,166 @@
+"""What each model family does on several ranks, as data: the cells of the README's table, each one a test.
+
+`python -m tests.usp.families` prints the table.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from tests.usp.in_ranks import SEED, error_of, seeded
+from usp.config import CacheConfig
+from usp.demo import tiny
+from usp.pipeline import ParallelPipeline
+from usp.plans import PLANS
+
+# Warm-up and last step are computed, all between is skipped: decisions that do not hang on a rounding.
+ALWAYS = CacheConfig(threshold=1e6, warmup_steps=1, max_skip_streak=9)
+STEPS = {"num_inference_steps": 4}
+UNET = "sequence parallelism does not apply"
+NO_CONTEXT = "no cache: its pipeline does not name guidance branches"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One run on `size` ranks; `refused` is a part of the error that stands for it instead of a result."""
+
+    size: int
+    layout: str
+    cache: CacheConfig | None = None
+    lora: bool = False
+    batch: bool = False
+    refused: str | None = None
+
+
+CELLS = {
+    "Ulysses": Cell(size=3, layout="ulysses3"),
+    "gather-KV": Cell(size=3, layout="gather_kv3"),
+    "ring": Cell(size=2, layout="ring2"),
+    "USP": Cell(size=4, layout="ulysses2 ring2"),
+    "CFG": Cell(size=2, layout="cfg2"),
+    "CFG x SP": Cell(size=4, layout="cfg2 gather_kv2"),
+    "cache": Cell(size=2, layout="ulysses2", cache=ALWAYS),
+    "LoRA": Cell(size=2, layout="gather_kv2", lora=True),
+    "batch": Cell(size=3, layout="ring3", batch=True),
+}
+SEQUENCE = ("Ulysses", "gather-KV", "ring", "USP", "CFG x SP", "cache")
+
+# Cells that differ from CELLS, and why.
+UNLIKE: dict[str, dict[str, Cell]] = {
+    "sd15": {
+        **{name: Cell(size=2, layout="ulysses2", refused=UNET) for name in SEQUENCE},
+        "LoRA": Cell(size=2, layout="cfg2", lora=True),
+        "batch": Cell(size=3, layout="cfg3", batch=True),
+    },
+}
+LABELS = {
+    "wan-t2v": "Wan 2.1 T2V",
+    "wan22-t2v": "Wan 2.2 T2V, two experts",
+    "wan-i2v": "Wan 2.1 I2V",
+    "wan22-i2v": "Wan 2.2 I2V, two experts",
+    "wan-ti2v": "Wan 2.2 TI2V",
+    "wan-vace": "Wan VACE",
+    "qwen-image": "Qwen-Image",
+    "qwen-image-edit": "Qwen-Image-Edit",
+    "qwen-image-edit-plus": "Qwen-Image-Edit-Plus",
+    "flux": "FLUX.1",
+    "flux2": "FLUX.2 dev",
+    "flux2-klein": "FLUX.2 klein",
+    "sd3": "SD 3, 3.5",
+    "z-image": "Z-Image",
+    "hunyuan-video": "HunyuanVideo",
+    "ltx-video": "LTX-Video",
+    "cogvideox": "CogVideoX",
+    "sd15": "SD 1.5 (UNet)",
+}
+
+
+def cell_of(family: str, column: str) -> Cell:
+    """What is tested of a family in a column."""
+    return UNLIKE.get(family, {}).get(column, CELLS[column])
+
+
+def transformers_of(pipeline: Any) -> dict[str, nn.Module]:
+    """The pipeline's models with a plan, by name."""
+    parts = {n: c for n, c in pipeline.components.items() if isinstance(c, nn.Module)}
+    return {n: c for n, c in parts.items() if type(c).__name__ in PLANS and not n.startswith("controlnet")}
+
+
+def pipeline_of(family: str, cell: Cell) -> Any:
+    """A fresh tiny pipeline, with a LoRA if the cell wants one."""
+    pipeline = tiny.build(family)
+    pipeline.set_progress_bar_config(disable=True)
+    if cell.lora:
+        name, model = next(iter(transformers_of(pipeline).items()))
+        pipeline.load_lora_weights(lora_for(name, model), adapter_name="test")
+    return pipeline
+
+
+def lora_for(name: str, model: nn.Module) -> dict[str, torch.Tensor]:
+    """A LoRA of rank 2 on every projection to queries of a model, in peft's layout."""
+    generator, state = seeded(3), {}
+    for path, layer in model.named_modules():
+        if path.endswith("to_q") and isinstance(layer, nn.Linear):
+            state[f"{name}.{path}.lora_A.weight"] = torch.randn(2, layer.in_features, generator=generator)
+            state[f"{name}.{path}.lora_B.weight"] = torch.randn(layer.out_features, 2, generator=generator)
+    assert state, f"{type(model).__name__} has no projection to queries"
+    return state
+
+
+def call_of(family: str, cell: Cell) -> dict[str, Any]:
+    """The call's arguments: two prompts of unlike length, each twice, if the cell is of a batch."""
+    call = {**tiny.call_arguments(family), **STEPS, "output_type": "latent"}
+    if not cell.batch:
+        return call
+    call["prompt"] = [call["prompt"], "a square"]
+    if "negative_prompt" in call:
+        call["negative_prompt"] = [call["negative_prompt"], "blurry"]
+    return call
+
+
+def picture_of(result: Any) -> np.ndarray:
+    """The latents that a pipeline gave."""
+    found = result.frames if hasattr(result, "frames") else result.images
+    return np.asarray(found[0] if isinstance(found, (list, tuple)) and len(found) == 1 else found)
+
+
+def alone(family: str, cell: Cell) -> np.ndarray:
+    """One process's latents; with the cache, if there is one."""
+    pipeline, call = pipeline_of(family, cell), call_of(family, cell)
+    if cell.cache is None:
+        return picture_of(pipeline(**call, generator=seeded(SEED)))
+    with ParallelPipeline(pipeline, cache=cell.cache) as pipe:
+        return picture_of(pipe(**call, seed=SEED))
+
+
+def together(family: str, cell: Cell) -> tuple[np.ndarray | None, str, list[str]]:
+    """This rank's latents, or the error, and what its cache did."""
+    pipeline, found, reports = pipeline_of(family, cell), None, []
+
+    def run() -> None:
+        nonlocal found
+        with ParallelPipeline(pipeline, cell.layout, cache=cell.cache) as pipe:
+            found = picture_of(pipe(**call_of(family, cell), seed=SEED))
+            assert pipe.report is not None
+            reports.extend(branch["text"] for branch in pipe.report.cache.values())
+
+    error = error_of(run)
+    return found, error, reports
+
+
+def table() -> str:
+    """The README's table in Markdown."""
+    lines = ["| model | " + " | ".join(CELLS) + " |", "|---|" + "---|" * len(CELLS)]
+    for family, label in LABELS.items():
+        marks = ["no" if cell_of(family, column).refused else "yes" for column in CELLS]
+        lines.append(f"| {label} | " + " | ".join(marks) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    show: Callable[[str], None] = print
+    show(table())
