@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-import usp.job
+import usp.loading
 import usp.run
 import usp.verify
 from runtime import device
@@ -59,7 +59,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Captu
 
     for module in (usp.run, usp.verify):
         monkeypatch.setattr(module, "connect", too_late)
-    monkeypatch.setattr(usp.job, "load_pipeline", too_late)
+    monkeypatch.setattr(usp.loading, "load_pipeline", too_late)
 
     def run(*words: str, module: ModuleType = usp.run, size: int = 2) -> str:
         said = []
@@ -115,6 +115,23 @@ REFUSALS: dict[str, str] = {
         "attention='ring' gives all ranks to one axis, and parallel='ulysses2' spells the axes; give "
         "one of the two"
     ),
+    # tasks
+    "flux --prompt a": "no model was given; flux has none bundled; name one with --model",
+    "wan-t2v --image none.png": "image 'none.png' does not exist; give the name of an image file",
+    "wan-t2v --count 2": "2 images were asked for; wan-t2v makes one video; leave the count away",
+    "qwen-image --model x/y --prompt a --frames 5": (
+        "--frames 5 was given; qwen-image makes images; leave it away"
+    ),
+    "qwen-image-edit --model x/y --prompt a": (
+        "0 images were given; qwen-image-edit takes 1 or more; give each with --image FILE"
+    ),
+    # loading
+    "wan-t2v --hub civitai": "hub 'civitai' is not known; use huggingface or modelscope",
+    "wan-t2v --weights model.safetensors": (
+        "weights 'model.safetensors' were given; write each component once, as COMPONENT=FILE, for example "
+        "transformer=flux1-dev.safetensors"
+    ),
+    "wan-t2v --lora none.safetensors:0.5": ("lora 'none.safetensors' does not exist here; check the path"),
     # names
     "wan-t2v --attention flash": (
         "attention='flash' is not known; use one of auto, ulysses, gather-kv, ring, usp, yunchang, xfuser"
@@ -127,7 +144,10 @@ REFUSALS: dict[str, str] = {
         "cpu-flash, plain"
     ),
     "wan-t2v --transport tcp": "transport='tcp' is not known; use one of auto, all_to_all, p2p",
-    "wan-t2v --scheduler ddim": "scheduler 'ddim' is not known; use one of euler, heun, unipc, dpm++",
+    "wan-t2v --scheduler ddim": (
+        "scheduler 'ddim' was given; the model of WanPipeline predicts a flow, which it does not serve; use "
+        "one of euler, heun, lcm, unipc, dpm++, dpm++sde"
+    ),
     "wan-t2v --dtype int8": "dtype 'int8' is not known; use auto or one of fp32, bf16, fp16",
     "wan-t2v --device tpu": (
         'device="tpu" is not a device; use one of npu, musa, cuda, xpu, mps, cpu, or an index as in npu:1'
@@ -158,6 +178,9 @@ REFUSALS: dict[str, str] = {
     ),
 }
 RUN_ONLY: dict[str, str] = {
+    "sd3 --model x/y --prompt a --out a.mp4": (
+        "output 'a.mp4' was asked for; this task writes PNG; use a name that ends in .png"
+    ),
     "wan-t2v --fps 0": "fps 0 was asked for; use 1 or more",
     "wan-t2v --out film.avi": (
         "output 'film.avi' was asked for; this task writes mp4; use a name that ends in .mp4"
@@ -250,7 +273,7 @@ def test_help_is_short_grouped_and_from_rank_0(monkeypatch, capsys, module):
         said.append(captured.out)
     assert said[1] == ""
     assert len(said[0].splitlines()) < 50
-    for topic in ("Video", "Parallel", "Model", "Output"):
+    for topic in ("Picture", "Parallel", "Model", "Output"):
         assert re.search(rf"─ {topic} ─", said[0]), topic
 
 
@@ -276,7 +299,7 @@ def test_a_folder_that_looks_like_a_hub_name_is_told_apart(monkeypatch, capsys, 
     said = f"{capsys.readouterr().err}{caught.value.code}"  # a code in words is printed as Python ends
     assert "models/wan" in said
     assert "folder" in said
-    assert "hub" in said
+    assert "huggingface" in said
     assert "Traceback" not in said
 
 
@@ -352,7 +375,7 @@ def test_an_option_without_effect_is_not_passed_over(monkeypatch, capsys, words,
     """Requirement 40: on one rank, or without guidance, these do nothing; an error or a warning says so."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(usp.run, "make_video", lambda *args, **kwargs: None)
+    monkeypatch.setattr(usp.run, "make", lambda *args, **kwargs: None)
     monkeypatch.setattr("sys.argv", ["usp.run", "wan-t2v", *words.split()])
     with pytest.raises(SystemExit):
         cli.main(usp.run.app, "usp.run")

@@ -349,7 +349,7 @@ def in_block_1_of_step_2(folder: Path, rank: int, act: Callable[[], Any]) -> Non
     load = usp.run.load
 
     def load_with_hook(job: Any, world: Any) -> Any:
-        pipeline, facts = load(job, world)
+        pipeline, config = load(job, world)
         calls = itertools.count(1)
 
         def hook(module: Any, args: Any) -> None:
@@ -357,7 +357,7 @@ def in_block_1_of_step_2(folder: Path, rank: int, act: Callable[[], Any]) -> Non
                 strike(folder, act)
 
         pipeline.transformer.blocks[1].register_forward_pre_hook(hook)
-        return pipeline, facts
+        return pipeline, config
 
     usp.run.load = load_with_hook
 
