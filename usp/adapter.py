@@ -146,6 +146,10 @@ class Sharded:
             )
         return split_sizes(self._lengths[stream], self._group.size)
 
+    def length_of(self, stream: str) -> int:
+        """All ranks' tokens of a stream in the forward at hand."""
+        return sum(self.sizes(stream))
+
     def share_of(self, stream: str) -> int:
         """This rank's tokens of a stream in the forward at hand; 0 where one copied token carries an empty
         share."""

@@ -173,4 +173,7 @@ def _apply(one: Applied, made: Assembly, cache: CacheConfig | None, strict: bool
             one.model, plan, cache, group=made.groups.sp, branches=one.branches, share_of=share_of
         )
     if made.exchange is not None and one.branches is not None:
-        one.cfg = CfgParallel(one.model, plan, made.exchange, one.branches, strict=strict)
+        length_of = one.shard.length_of if one.shard else None
+        one.cfg = CfgParallel(
+            one.model, plan, made.exchange, one.branches, strict=strict, length_of=length_of
+        )

@@ -8,6 +8,7 @@ branches along the batch instead has the batch cut.
 
 import functools
 import inspect
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -20,7 +21,7 @@ from usp.branches import Branches
 from usp.deferred import Deferred, concrete
 from usp.layout import offsets, split_sizes
 from usp.mesh import Group
-from usp.plan import ShardPlan
+from usp.plan import ShardPlan, SplitInput
 from usp.refusing import refuse
 from usp.trees import map_tensors, tensors_in
 
@@ -104,7 +105,8 @@ class CfgParallel:
     """One model whose guidance branches are spread over the ranks of `exchange.group`, until `close()`.
 
     Branches are dealt to ranks in the order in which they are first called. `strict` makes an idle rank an
-    error.
+    error. `length_of` gives the whole length of a stream in the forward at hand (`Sharded.length_of`), where
+    the sequence is spread too: its hooks have cut the arguments before this class sees them.
     """
 
     def __init__(
@@ -115,7 +117,9 @@ class CfgParallel:
         branches: Branches,
         *,
         strict: bool = False,
+        length_of: Callable[[str], int] | None = None,
     ) -> None:
+        self._length_of = length_of
         self._model, self._plan, self._exchange, self._branches = model, plan, exchange, branches
         self._strict = strict
         self._order: list[str] = []  # branch names in order of first call
@@ -225,6 +229,9 @@ class CfgParallel:
             shape = list(tensor.shape)
             if isinstance(given, torch.Tensor):
                 shape[0] = batch
+            for entry in self._cut_before(tensor):
+                assert self._length_of is not None, "a sequence is cut by a Sharded, which knows its length"
+                shape[entry.dim] = self._length_of(entry.stream)
             if plan.channels:
                 channels = next(config[name] for name in plan.channels if config[name] is not None)
                 shape[plan.channel_dim] = channels * prod(config[name] for name in plan.times)
@@ -232,6 +239,12 @@ class CfgParallel:
             dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
             likes.append(torch.empty(shape, dtype=dtype, device="meta"))
         return likes
+
+    def _cut_before(self, tensor: torch.Tensor) -> list[SplitInput]:
+        """The entries that have cut the argument which the result is like."""
+        entries = [e for e in self._plan.splits if isinstance(e, SplitInput) and e.module == ""]
+        wanted = (self._plan.output.argument, tensor.ndim)
+        return [e for e in entries if (e.argument, e.ndim) == wanted] if self._length_of else []
 
     def _checked(self, output: Any, likes: list[torch.Tensor], where: str) -> list[torch.Tensor]:
         """A forward's results. Raises RuntimeError unless they are as the other ranks expect."""

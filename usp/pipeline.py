@@ -20,7 +20,7 @@ from usp.joining import default_group, join, move_pipeline, ranks_running
 from usp.lora import load_lora, strengths_kept
 from usp.mesh import make_groups
 from usp.planner import Auto
-from usp.plans import PLANS, plan_for
+from usp.plans import PLANS, check_sequence, plan_for
 from usp.randomness import agree_generator, same_default_rng
 from usp.report import CallReport, Stopwatch, collect_report
 from usp.schedulers import check_pipeline, scheduler_kept, with_flow_settings
@@ -73,6 +73,8 @@ class ParallelPipeline:
         self._broken: str | None = None
         asked = resolve_parallel(parallel, ranks_running(world))
         self.parallel = asked or ParallelConfig()
+        for model in self._models.values():
+            check_sequence(model, self.parallel.sp_degree)
         self._auto: Auto | None = None
         self._options: dict[str, Any] = {"kernel": kernel, "cache": _cache_config(cache), "strict": strict}
         self.world = world or join(device, timeout_s or 600.0)

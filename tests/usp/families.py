@@ -3,8 +3,10 @@
 `python -m tests.usp.families` prints the table.
 """
 
+import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,12 +23,15 @@ from usp.plans import PLANS
 ALWAYS = CacheConfig(threshold=1e6, warmup_steps=1, max_skip_streak=9)
 STEPS = {"num_inference_steps": 4}
 UNET = "sequence parallelism does not apply"
-NO_CONTEXT = "no cache: its pipeline does not name guidance branches"
+ONE_PROMPT = "its pipeline takes one prompt"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One run on `size` ranks; `refused` is a part of the error that stands for it instead of a result."""
+    """One run on `size` ranks.
+
+    `refused` is a part of the error that stands for it instead of a result, `why` that in the table's words.
+    """
 
     size: int
     layout: str
@@ -34,6 +39,7 @@ class Cell:
     lora: bool = False
     batch: bool = False
     refused: str | None = None
+    why: str = ""
 
 
 CELLS = {
@@ -50,9 +56,21 @@ CELLS = {
 SEQUENCE = ("Ulysses", "gather-KV", "ring", "USP", "CFG x SP", "cache")
 
 # Cells that differ from CELLS, and why.
+BATCH = Cell(size=3, layout="ring3", batch=True)
+NO_SEQUENCE = Cell(size=2, layout="ulysses2", refused=UNET, why="a UNet has no sequence to spread")
 UNLIKE: dict[str, dict[str, Cell]] = {
+    "wan-vace": {"batch": replace(BATCH, refused="list of prompts is not yet supported", why=ONE_PROMPT)},
+    "qwen-image-edit": {"batch": replace(BATCH, refused="The total number of <|image_pad|>", why=ONE_PROMPT)},
+    "qwen-image-edit-plus": {"batch": replace(BATCH, refused="only supports batch_size=1", why=ONE_PROMPT)},
     "sd15": {
-        **{name: Cell(size=2, layout="ulysses2", refused=UNET) for name in SEQUENCE},
+        **dict.fromkeys(SEQUENCE, NO_SEQUENCE),
+        "cache": Cell(
+            size=2,
+            layout="cfg2",
+            cache=ALWAYS,
+            refused="has no cache_context",
+            why="a UNet has no such blocks",
+        ),
         "LoRA": Cell(size=2, layout="cfg2", lora=True),
         "batch": Cell(size=3, layout="cfg3", batch=True),
     },
@@ -105,8 +123,10 @@ def lora_for(name: str, model: nn.Module) -> dict[str, torch.Tensor]:
     generator, state = seeded(3), {}
     for path, layer in model.named_modules():
         if path.endswith("to_q") and isinstance(layer, nn.Linear):
-            state[f"{name}.{path}.lora_A.weight"] = torch.randn(2, layer.in_features, generator=generator)
-            state[f"{name}.{path}.lora_B.weight"] = torch.randn(layer.out_features, 2, generator=generator)
+            sizes = {"A": (2, layer.in_features), "B": (layer.out_features, 2)}
+            for half, shape in sizes.items():
+                weight = 0.3 * torch.randn(*shape, generator=generator)
+                state[f"{name}.{path}.lora_{half}.weight"] = weight
     assert state, f"{type(model).__name__} has no projection to queries"
     return state
 
@@ -117,6 +137,8 @@ def call_of(family: str, cell: Cell) -> dict[str, Any]:
     if not cell.batch:
         return call
     call["prompt"] = [call["prompt"], "a square"]
+    if "num_images_per_prompt" in inspect.signature(type(tiny.build(family)).__call__).parameters:
+        call["num_images_per_prompt"] = 2
     if "negative_prompt" in call:
         call["negative_prompt"] = [call["negative_prompt"], "blurry"]
     return call
@@ -130,6 +152,11 @@ def picture_of(result: Any) -> np.ndarray:
 
 def alone(family: str, cell: Cell) -> np.ndarray:
     """One process's latents; with the cache, if there is one."""
+    return _alone(family, replace(cell, size=1, layout="auto"))
+
+
+@cache
+def _alone(family: str, cell: Cell) -> np.ndarray:
     pipeline, call = pipeline_of(family, cell), call_of(family, cell)
     if cell.cache is None:
         return picture_of(pipeline(**call, generator=seeded(SEED)))
@@ -153,12 +180,22 @@ def together(family: str, cell: Cell) -> tuple[np.ndarray | None, str, list[str]
 
 
 def table() -> str:
-    """The README's table in Markdown."""
+    """The README's table in Markdown, reasons below."""
+    reasons: list[str] = []
+
+    def mark(cell: Cell) -> str:
+        if cell.refused is None:
+            return "yes"
+        if cell.why not in reasons:
+            reasons.append(cell.why)
+        return f"no ({reasons.index(cell.why) + 1})"
+
     lines = ["| model | " + " | ".join(CELLS) + " |", "|---|" + "---|" * len(CELLS)]
     for family, label in LABELS.items():
-        marks = ["no" if cell_of(family, column).refused else "yes" for column in CELLS]
+        marks = [mark(cell_of(family, column)) for column in CELLS]
         lines.append(f"| {label} | " + " | ".join(marks) + " |")
-    return "\n".join(lines)
+    notes = "; ".join(f"({place}) {why}" for place, why in enumerate(reasons, start=1))
+    return "\n".join([*lines, "", f"No: {notes}."])
 
 
 if __name__ == "__main__":
