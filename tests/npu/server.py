@@ -17,8 +17,11 @@ def prepare() -> None:
     warnings.filterwarnings("ignore")
     import torch_npu  # noqa: F401
 
-    import tests.npu.bodies
-    import tests.npu.kernels  # noqa: F401
+    import tests.npu.kernels
+    import tests.npu.vendor  # noqa: F401
+    from tests.npu.bodies import on_devices
+
+    on_devices()
 
 
 def begin(pipe: Any) -> None:

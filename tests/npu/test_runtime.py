@@ -4,5 +4,5 @@ from tests.npu import bodies
 
 
 def test_a_rank_finds_its_npu(npu):
-    """Each rank has the device of its local rank and talks hccl; the self-test of all collectives has passed."""
-    assert npu(2).run(bodies.count) == [("npu:0", 8, "hccl"), ("npu:1", 8, "hccl")]
+    """Each rank has its local rank's device and talks hccl; the self-test of all collectives has passed."""
+    assert npu(2).run(bodies.place) == [("npu:0", 8, "hccl"), ("npu:1", 8, "hccl")]
