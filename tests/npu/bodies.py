@@ -76,7 +76,7 @@ def demo_pipeline() -> Any:
     """The bundled pipeline in fp32."""
     from diffusers import WanPipeline
 
-    pipeline = WanPipeline.from_pretrained(usp.demo.MODEL_DIR, torch_dtype=torch.float32)
+    pipeline = WanPipeline.from_pretrained(usp.demo.MODEL_DIR).to(torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 

@@ -1,4 +1,5 @@
 // The few single operators that torch_npu's own C++ launches (inside ProcessGroupHCCL); all others fail by name.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <map>
@@ -25,6 +26,15 @@ size_t numel(const aclTensorDesc* desc) {
   size_t product = 1;
   for (int64_t dim : desc->dims) product *= static_cast<size_t>(dim);
   return product;
+}
+
+size_t width(aclDataType dtype) {
+  switch (dtype) {
+    case ACL_FLOAT16: case ACL_BF16: case ACL_INT16: case ACL_UINT16: return 2;
+    case ACL_FLOAT: case ACL_INT32: case ACL_UINT32: return 4;
+    case ACL_DOUBLE: case ACL_INT64: case ACL_UINT64: return 8;
+    default: return 1;
+  }
 }
 
 double read(const void* at, size_t i, aclDataType dtype) {
@@ -58,6 +68,7 @@ struct Tensor {
   void* data;
   aclDataType dtype;
   size_t numel;
+  size_t width;  // bytes of an element
 };
 
 aclError cast(const Tensor& from, const Tensor& to) {
@@ -67,6 +78,27 @@ aclError cast(const Tensor& from, const Tensor& to) {
       return sim::fail(sim::kTaskFailed, "simulated Cast: from dtype " + std::to_string(from.dtype));
     if (!write(to.data, i, to.dtype, value))
       return sim::fail(sim::kTaskFailed, "simulated Cast: to dtype " + std::to_string(to.dtype));
+  }
+  return ACL_SUCCESS;
+}
+
+// An n-dimensional tensor with `edges` (before and after each axis) of `value` around it.
+aclError pad(const Tensor& from, const Tensor& to, std::vector<int64_t> dims, std::vector<int64_t> edges, double value) {
+  for (size_t i = 0; i < to.numel; i++) {
+    size_t rest = i, place = 0, step = 1;
+    bool inside = true;
+    for (size_t axis = dims.size(); axis-- > 0;) {
+      const int64_t width = edges[2 * axis] + dims[axis] + edges[2 * axis + 1];
+      const int64_t at = static_cast<int64_t>(rest % static_cast<size_t>(width)) - edges[2 * axis];
+      rest /= static_cast<size_t>(width);
+      inside = inside && at >= 0 && at < dims[axis];
+      place += static_cast<size_t>(std::max<int64_t>(at, 0)) * step;
+      step *= static_cast<size_t>(dims[axis]);
+    }
+    const size_t size = to.width;
+    if (inside) memcpy(static_cast<char*>(to.data) + i * size, static_cast<char*>(from.data) + place * size, size);
+    else if (value == 0) memset(static_cast<char*>(to.data) + i * size, 0, size);
+    else write(to.data, i, to.dtype, value);
   }
   return ACL_SUCCESS;
 }
@@ -114,14 +146,25 @@ aclError aclopCompileAndExecuteV2(const char* type, int inputs, aclTensorDesc* i
   sim::count("aclop " + name);
   sim::Stream* stream = sim::stream_of(handle);
   if (!stream) return sim::kNoContext;
-  if (outputs != 1 || inputs < 1 || (name != "Cast" && name != "Identity" && name != "Fill"))
+  if (outputs != 1 || inputs < 1 || (name != "Cast" && name != "Identity" && name != "Fill" && name != "PadV3"))
     return sim::fail(ACL_ERROR_OP_NOT_FOUND, "operator " + name + " is not simulated: register a kernel for it");
-  const Tensor to{out[0]->data, out_desc[0]->dtype, numel(out_desc[0])};
+  auto tensor = [](const aclTensorDesc* desc, const aclDataBuffer* buffer) {
+    return Tensor{buffer->data, desc->dtype, numel(desc), width(desc->dtype)};
+  };
+  const Tensor to = tensor(out_desc[0], out[0]);
   const int source = name == "Fill" ? 1 : 0;
-  const Tensor from{in[source]->data, in_desc[source]->dtype, numel(in_desc[source])};
+  const Tensor from = tensor(in_desc[source], in[source]);
   const size_t bytes = std::min(in[source]->size, out[0]->size);
   if (name == "Cast") stream->enqueue([=] { return cast(from, to); });
-  else if (name == "Identity") stream->enqueue([=] { memmove(to.data, from.data, bytes); return ACL_SUCCESS; });
+  else if (name == "PadV3") {
+    std::vector<int64_t> edges;  // the host's arguments may be gone later
+    const Tensor given = tensor(in_desc[1], in[1]);
+    for (size_t i = 0; i < given.numel; i++) edges.push_back(static_cast<int64_t>(read(given.data, i, given.dtype)));
+    const double value = inputs > 2 ? read(in[2]->data, 0, in_desc[2]->dtype) : 0;
+    const std::vector<int64_t> dims = in_desc[0]->dims;
+    if (edges.size() != 2 * dims.size()) return sim::fail(ACL_ERROR_INVALID_PARAM, "PadV3 with other paddings than axes");
+    stream->enqueue([=] { return pad(from, to, dims, edges, value); });
+  } else if (name == "Identity") stream->enqueue([=] { memmove(to.data, from.data, bytes); return ACL_SUCCESS; });
   else {
     const double value = read(from.data, 0, from.dtype);  // the host's scalar may be gone later
     stream->enqueue([=] {
