@@ -17,6 +17,7 @@ from tests.usp.in_ranks import SEED, Case
 from usp.config import CacheConfig
 from usp.pipeline import ParallelPipeline
 
+WORLD: list[Any] = []  # this rank's World, once it has joined
 DEMO = {"height": 32, "width": 48, "num_frames": 9, "num_inference_steps": 2, "guidance_scale": 2.5}
 
 
@@ -82,7 +83,7 @@ def demo_pipeline() -> Any:
 
 
 def demo(layout: str, **options: Any) -> tuple[np.ndarray, dict[str, int], dict[str, int]]:
-    """The bundled pipeline's film on this rank's device, and which operators ran, and which with wide numbers."""
+    """The bundled pipeline's film, which operators ran for it, and which of them with wide numbers."""
     from tests.npu import kernels
 
     kernels.reset_counts()
@@ -101,7 +102,7 @@ def error_text(function: Callable[..., Any], *args: Any) -> str:
 
 
 def cached_pipeline(layout: str, case: Case, threshold: float) -> tuple[np.ndarray, list[list[bool]]]:
-    """A tiny pipeline with a first-block cache: its result, and for each branch which forwards were skipped."""
+    """A tiny pipeline with a first-block cache: its result, and which forwards each branch skipped."""
     name, changes = case
     config = CacheConfig(threshold=threshold, warmup_steps=1)
     with ParallelPipeline(tiny.build(name), layout, cache=config) as pipe:

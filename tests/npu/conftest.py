@@ -33,17 +33,22 @@ def npu_environment() -> dict[str, str]:
 @pytest.fixture(scope="session")
 def npu_pools(npu_environment: dict[str, str]) -> Iterator[NpuRanks]:
     """`npu_pools(size, NAME="value")`: ranks on simulated NPUs with these knobs, kept for the session."""
-    server = Server(npu_environment, "tests.npu.server")
+    servers: dict[str, Server] = {}
     pools: dict[tuple[int, tuple[tuple[str, str], ...]], DeviceRanks] = {}
 
     def ranks(size: int, **knobs: str) -> DeviceRanks:
+        cann = knobs.get("SIMULATED_CANN", "")  # torch_npu asks for it when it is imported
+        if cann not in servers:
+            environment = npu_environment | ({"SIMULATED_CANN": cann} if cann else {})
+            servers[cann] = Server(environment, "tests.npu.server")
         key = (size, tuple(sorted(knobs.items())))
-        return pools.setdefault(key, DeviceRanks(server, size, knobs))
+        return pools.setdefault(key, DeviceRanks(servers[cann], size, knobs))
 
     yield ranks
     for pool in pools.values():
         pool.stop()
-    server.stop()
+    for server in servers.values():
+        server.stop()
 
 
 @pytest.fixture

@@ -1,9 +1,9 @@
-"""The simulated NPU's operators: CPU kernels over the device's memory. To be imported after torch_npu, in a process
-of its own.
+"""The simulated NPU's operators: CPU kernels over the device's memory.
 
-Every ATen operator for which the wheel has an NPU kernel gets a CPU kernel in its place, with the device's rules: all
-tensors on one device, and in the order of the stream. What the wheel has no kernel for is left to torch_npu, whose
-answer is to run on the host, or an error that names the operator with TORCH_NPU_FALLBACK_CPU_DISABLE=1.
+To be imported after torch_npu, in a process of its own. Every ATen operator for which the wheel has an NPU
+kernel gets a CPU kernel in its place, with the device's rules: all tensors on one device, and in the order of
+the stream. What the wheel has no kernel for is left to torch_npu, whose answer is to run on the host, or an
+error that names the operator with TORCH_NPU_FALLBACK_CPU_DISABLE=1.
 """
 
 import ctypes
@@ -73,7 +73,7 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
 
 
 def device_of(tensors: list[torch.Tensor], name: str) -> torch.device | None:
-    """The one device of an operator's tensors, as the real one demands; zero-dimensional ones may be on the host."""
+    """The one device of an operator's tensors; zero-dimensional ones may be on the host."""
     devices = list(dict.fromkeys(t.device for t in tensors if t.device.type == "npu"))
     strays = [t for t in tensors if t.device.type != "npu" and t.ndim > 0]
     if len(devices) > 1 or (devices and strays and not name.startswith(MIXED)):
@@ -85,7 +85,7 @@ def device_of(tensors: list[torch.Tensor], name: str) -> torch.device | None:
 
 
 def generator_on_host(generator: Any, index: int) -> torch.Generator:
-    """A CPU generator that continues where the device's stands: other numbers than a CPU generator of that seed."""
+    """A CPU generator at the device's state: other numbers than a CPU generator of that seed."""
     own = torch.npu.default_generators[index] if generator is None else generator
     if own.device.type != "npu":
         raise RuntimeError(f"Expected a 'npu' device type for generator but found '{own.device.type}'")

@@ -82,7 +82,7 @@ class Forked:
 
 
 class DeviceRanks(Ranks):
-    """`size` ranks on simulated devices, joined by `runtime.process_group.connect`; `run` as for gloo ranks."""
+    """`size` ranks on simulated devices, joined by `connect`; `run` as for gloo ranks."""
 
     def __init__(self, server: Server, size: int, knobs: dict[str, str]) -> None:
         super().__init__(size)
@@ -99,7 +99,7 @@ class DeviceRanks(Ranks):
 
 
 def serve(prepare: Any, begin: Any) -> None:
-    """The server's main: `prepare()` once, then fork a process for each set of variables and `begin()` in it."""
+    """The server's main: `prepare()` once, then a fork for each set of variables, and `begin()` in it."""
     control = Client(sys.argv[1])
     prepare()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

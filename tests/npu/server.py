@@ -1,4 +1,4 @@
-"""The process that imports torch_npu and forks ranks on simulated NPUs: `python -m tests.npu.server ADDRESS`."""
+"""The process that imports torch_npu and forks ranks on simulated NPUs; started by `tests.npu.pool`."""
 
 import os
 import traceback
@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
+from tests.npu.bodies import WORLD, on_devices
 from tests.npu.pool import serve
-
-WORLD: list[Any] = []  # this rank's World, once joined
 
 
 def prepare() -> None:
@@ -19,7 +18,6 @@ def prepare() -> None:
 
     import tests.npu.kernels
     import tests.npu.vendor  # noqa: F401
-    from tests.npu.bodies import on_devices
 
     on_devices()
 

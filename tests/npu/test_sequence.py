@@ -19,7 +19,7 @@ def test_every_dtype_and_share_travels_unharmed(npu, size, check):
 
 @pytest.mark.parametrize(("size", "layout"), LAYOUTS)
 def test_every_length_and_head_count_matches_the_cpu(npu, size, layout):
-    """5 lengths x 3 head counts, fewer than ranks, too, through the vendor's fused attention; 1e-5 in fp32."""
+    """5 lengths x 3 head counts, also fewer than ranks, through the vendor's attention; 1e-5 in fp32."""
     for worst, _ in npu(size).run(bodies.run_body, "attention", "check_shapes", layout):
         assert worst <= 1e-5
 

@@ -1,7 +1,7 @@
 """The vendor's fused operators, as plain maths with the vendor's argument checks. Imported after torch_npu.
 
-What is refused here is refused by the documentation in the wheel, by its Meta functions or by op-plugin's C++; see
-the README of this folder. Masks: True, or 1, is masked *out*.
+What is refused here is refused by the documentation in the wheel, by its Meta functions or by op-plugin's
+C++; see the README of this folder. Masks: True, or 1, is masked *out*.
 """
 
 import math
@@ -55,7 +55,7 @@ def heads_of(tensor: torch.Tensor, layout: str, head_dim: int) -> int:
 def hidden_scores(
     mask: torch.Tensor | None, mode: int, before: int, after: int, rows: int, columns: int
 ) -> Any:
-    """Which scores the mask and the sparse mode leave out, as something that broadcasts to (B, N, rows, columns)."""
+    """Which scores the mask and the sparse mode leave out; broadcasts to (B, N, rows, columns)."""
     if mask is None:
         refuse_unless(mode in (0, 1), f"sparse_mode {mode} needs an atten_mask")
         return None
@@ -240,7 +240,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """torch_npu's rule: the fused kernel, or the plain one with all S x S scores for what that does not take."""
+    """torch_npu's rule: the fused kernel, or the plain one with all scores for what that does not take."""
     additive = attn_mask is not None and attn_mask.dtype != torch.bool
     odd = query.dtype == torch.float32 and query.shape[-1] % 4 != 0
     scale = query.shape[-1] ** -0.5 if scale is None else scale

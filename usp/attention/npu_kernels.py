@@ -1,8 +1,8 @@
 """Attention on Ascend NPUs: the two fused operators of torch_npu that give their softmax statistics.
 
-Both take BSHD tensors as they are ("BSND" there), hide what a bool mask marks *True*, and multiply by 1 unless
-told a scale. Neither takes an additive mask. Source: torch_npu 2.13.0, `_op_plugin_docs.py`; the operators are in
-`torch.ops` once that package is imported.
+Both take BSHD tensors as they are ("BSND" there), hide what a bool mask marks *True*, and multiply by 1
+unless told a scale. Neither takes an additive mask. Source: torch_npu 2.13.0, `_op_plugin_docs.py`; the
+operators are in `torch.ops` once that package is imported.
 """
 
 import math
