@@ -3,10 +3,12 @@
 Imported by the server before it forks, so that every rank has it.
 """
 
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import safetensors.torch
 import torch
 import torch.distributed as dist
 
@@ -84,12 +86,12 @@ def demo_pipeline() -> Any:
 
 def demo(layout: str, **options: Any) -> tuple[np.ndarray, dict[str, int], dict[str, int]]:
     """The bundled pipeline's film, which operators ran for it, and which of them with wide numbers."""
-    from tests.npu import kernels
+    from tests import simulated
 
-    kernels.reset_counts()
+    simulated.reset_counts()
     with ParallelPipeline(demo_pipeline(), layout, **options) as pipe:
         film = host(pipe(usp.demo.DEFAULTS.prompt, output_type="np", seed=SEED, **DEMO).frames)
-    return film, dict(kernels.CALLS), dict(kernels.WIDE)
+    return film, dict(simulated.CALLS), dict(simulated.WIDE)
 
 
 def error_text(function: Callable[..., Any], *args: Any) -> str:
@@ -109,3 +111,28 @@ def cached_pipeline(layout: str, case: Case, threshold: float) -> tuple[np.ndarr
         result = host(pipe(**tiny.call(name, **changes), seed=SEED).frames)
         assert pipe.report is not None
         return result, [branch["skipped"] for branch in pipe.report.cache.values()]
+
+
+def device_facts() -> dict[str, Any]:
+    """What the device answers: memory, generators, a file of weights."""
+    here = WORLD[0].device
+    module = torch.get_device_module(kind())
+    here.reset_memory_peak()
+    before = here.memory_peak()
+    held = torch.zeros(1 << 20, device=device())
+    peak = here.memory_peak() - before
+    draws = []
+    for seed in (1, 1, 2):
+        module.manual_seed(seed)
+        draws.append(torch.randn(4, device=device()).cpu())
+    with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
+        safetensors.torch.save_file({"weights": held[:8].cpu() + 3}, file.name)
+        loaded = safetensors.torch.load_file(file.name, device=str(device()))["weights"]
+    return {
+        "total": here.memory_total(),
+        "peak": peak,
+        "too much": error_text(lambda: torch.empty(1 << 28, device=device())).split(":")[0],
+        "same numbers": torch.equal(draws[0], draws[1]),
+        "other numbers": not torch.equal(draws[0], draws[2]),
+        "loaded": loaded.device == device() and loaded.cpu().tolist() == [3.0] * 8,
+    }

@@ -228,14 +228,14 @@ def kernel_errors() -> dict[str, float]:
 
 def an_additive_mask() -> tuple[float, dict[str, int]]:
     """Attention with a float mask against the CPU's, and which operators ran."""
-    from tests.npu import kernels
+    from tests import simulated
 
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 16, 2, 32, generator=generator) for _ in range(3))
     bias = torch.randn(1, 1, 16, 16, generator=generator)
-    kernels.reset_counts()
+    simulated.reset_counts()
     got = attention(*(t.to(device()) for t in (q, k, v)), bias.to(device()))
-    return (got.cpu() - attention(q, k, v, bias)).abs().max().item(), dict(kernels.CALLS)
+    return (got.cpu() - attention(q, k, v, bias)).abs().max().item(), dict(simulated.CALLS)
 
 
 def our_calls() -> list[str]:

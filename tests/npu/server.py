@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.npu.bodies import WORLD, on_devices
+from tests.npu.bodies import WORLD, kind, on_devices
 from tests.npu.pool import serve
 
 
@@ -31,7 +31,7 @@ def begin(pipe: Any) -> None:
     error = ""
     try:
         env = read_rank_env()
-        device = detect_device("npu", local_rank=env.local_rank, world_size=env.world_size)
+        device = detect_device(kind(), local_rank=env.local_rank, world_size=env.world_size)
         WORLD.append(connect(device, env=env, timeout_s=float(os.environ.get("TIMEOUT_S", "60"))))
         torch.manual_seed(1000 + env.rank)
     except BaseException:

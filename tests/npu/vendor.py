@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from tests.npu.kernels import CALLS, device_of, on_device, on_host, tensors_in, wait_for_stream
+from tests.npu.kernels import RULES
+from tests.simulated import CALLS, device_of, on_device, on_host, tensors_in
 
 MAX = 2147483647
 COMPRESSED = 2048  # the side of the mask that sparse modes 2 to 4 want
@@ -104,7 +105,7 @@ def prepare(name: str, tensors: list[Any]) -> tuple[torch.device, list[Any]]:
     device = device_of(present, name)
     assert device is not None, "a fused operator runs on the device"
     CALLS[name] += 1
-    wait_for_stream(device.index)
+    RULES.before(device.index)
     return device, [None if t is None else on_host(t) for t in tensors]
 
 
