@@ -238,6 +238,16 @@ def an_additive_mask() -> tuple[float, dict[str, int]]:
     return (got.cpu() - attention(q, k, v, bias)).abs().max().item(), dict(simulated.CALLS)
 
 
+def calls_of(module: str) -> list[tuple[str, str]]:
+    """Each `module.name(...)` in our code: file and name."""
+    found = []
+    for path in (p for top in ("usp", "runtime") for p in (ROOT / top).rglob("*.py")):
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(call, ast.Call) and ast.unparse(call.func).startswith(f"{module}."):
+                found.append((path.name, ast.unparse(call.func).removeprefix(f"{module}.")))
+    return found
+
+
 def our_calls() -> list[str]:
     """What is wrong with each call of a torch_npu operator in our code, by the schemas of the wheel."""
     wrong, seen = [], []

@@ -170,6 +170,14 @@ def test_h36_h37_h38_h40_the_device_as_the_runtime_sees_it(npu):
     assert error.startswith("OutOfMemoryError")
 
 
+def test_h44_no_gather_of_torch_is_called():
+    """HCCL makes an all_gather of it: the ranks that do not want the result would hold it, too."""
+    called = {
+        name for name, attribute in hazards.calls_of("dist") if attribute in ("gather", "gather_object")
+    }
+    assert called == set()
+
+
 def test_h45_a_group_made_anew_does_not_meet_the_old_one(npu):
     """Four generations over one store: each has a prefix of its own, so no root info is stale."""
     assert npu(2, TRAP="generations").run(hazards.generations, 4) == [[2.0] * 4] * 2

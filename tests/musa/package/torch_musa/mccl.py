@@ -3,11 +3,13 @@
 One card per rank, contiguous tensors in collectives, no int16.
 """
 
+import threading
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _create_work_from_future
 
 REFUSED = (torch.int16, torch.complex64, torch.complex128)
 
@@ -27,17 +29,20 @@ def _host(tensors: Any) -> Any:
     return on_host(tensors)
 
 
-class _Done:
-    """A collective that is over."""
+def _started(work: Any, *tensors: Any) -> Any:
+    """Work in flight that holds its tensors and can be asked whether it is over, which gloo's cannot."""
+    future: Any = torch.futures.Future()
 
-    def __init__(self, work: Any) -> None:
-        work.wait()
+    def finish(held: Any = tensors) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            future.set_exception(error)
+        else:
+            future.set_result([])
 
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
+    threading.Thread(target=finish, daemon=True).start()
+    return _create_work_from_future(future)
 
 
 class ProcessGroupMCCL(dist.ProcessGroup):
@@ -63,37 +68,45 @@ class ProcessGroupMCCL(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, options: Any = None) -> Any:
         """As in c10d."""
-        return _Done(self._gloo.allreduce(self._on_card(tensors), options or dist.AllreduceOptions()))
+        return _started(
+            self._gloo.allreduce(self._on_card(tensors), options or dist.AllreduceOptions()), tensors
+        )
 
     def broadcast(self, tensors: Any, options: Any) -> Any:
         """As in c10d."""
-        return _Done(self._gloo.broadcast(self._on_card(tensors), options))
+        return _started(self._gloo.broadcast(self._on_card(tensors), options), tensors)
 
     def allgather(self, outputs: Any, inputs: Any, options: Any = None) -> Any:
         """As in c10d."""
-        return _Done(
-            self._gloo.allgather(self._on_card(outputs), _host(inputs), options or dist.AllgatherOptions())
+        return _started(
+            self._gloo.allgather(self._on_card(outputs), _host(inputs), options or dist.AllgatherOptions()),
+            outputs,
+            inputs,
         )
 
     def alltoall_base(
         self, output: Any, given: Any, take: list[int], give: list[int], options: Any = None
     ) -> Any:
         """As in c10d."""
-        return _Done(
-            self._gloo.alltoall_base(self._on_card(output), _host(given), take, give, dist.AllToAllOptions())
+        return _started(
+            self._gloo.alltoall_base(self._on_card(output), _host(given), take, give, dist.AllToAllOptions()),
+            output,
+            given,
         )
+
+    all_to_all_single = alltoall_base  # torch 2.13 calls it so
 
     def send(self, tensors: Any, peer: int, tag: int = 0) -> Any:
         """As in c10d."""
-        return self._gloo.send(self._on_card(tensors), peer, tag)
+        return _started(self._gloo.send(self._on_card(tensors), peer, tag), tensors)
 
     def recv(self, tensors: Any, peer: int, tag: int = 0) -> Any:
         """As in c10d."""
-        return self._gloo.recv(self._on_card(tensors), peer, tag)
+        return _started(self._gloo.recv(self._on_card(tensors), peer, tag), tensors)
 
     def barrier(self, options: Any = None) -> Any:
         """As in c10d."""
-        return _Done(self._gloo.barrier(options or dist.BarrierOptions()))
+        return _started(self._gloo.barrier(options or dist.BarrierOptions()))
 
 
 def _create(store: Any, rank: int, size: int, timeout: timedelta) -> ProcessGroupMCCL:
