@@ -9,6 +9,7 @@
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_cpu_dispatch.h>
+#include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
@@ -171,6 +172,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("empty_strided", &empty_strided);
   library.impl("as_strided", &as_strided);
   library.impl("view", &view);
+  library.impl("unfold", &at::native::unfold);
   library.impl("_reshape_alias", &reshape_alias);
   library.impl("resize_", &resize_);
   library.impl("set_.source_Storage_storage_offset", &set_);

@@ -13,11 +13,15 @@ from tests.simulated import Rules, register
 # Made in C++, or views.
 OWN = ("empty.memory_format", "empty_strided", "as_strided", "view", "_reshape_alias", "resize_", "set_")
 
+# Composed of others elsewhere; a device brings its own.
+BROUGHT = ("aten::convolution", "aten::scaled_dot_product_attention")
+
 
 def prepare() -> None:
     """A CPU kernel for every operator that has one: which ones the real package has is not known here."""
     warnings.filterwarnings("ignore")
-    register(torch._C._dispatch_get_registrations_for_dispatch_key("CPU"), ("empty", *OWN[1:]), Rules())
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("CPU")
+    register((*registered, *BROUGHT), ("empty", *OWN[1:]), Rules())
     on_devices()
 
 
