@@ -79,6 +79,7 @@ LEVELS = {
 }
 VENDORS = {"cuda", "nccl", "npu", "hccl", "torch_npu", "musa", "mccl", "torch_musa", "xpu", "xccl", "rocm"}
 VENDOR_FILES = {"runtime/device.py", "usp/attention/kernels.py", "runtime/fused.py"}
+VENDOR_FILES |= {"usp/attention/npu_kernels.py"}
 VENDOR_HELP = {"usp/options.py"}  # lists the devices for --help
 INTEROP_FILES = {"usp/attention/interop.py"}  # names the wrong vendor paths that it refuses
 

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from usp.attention.gather_kv import gather_kv
-from usp.attention.kernels import Attention, attention, choose, lse_attention
+from usp.attention.kernels import CHOSEN_HERE, Attention, attention, choice, lse_attention
 from usp.attention.ring import ring
 from usp.attention.ulysses import ulysses
 from usp.layout import Split, offsets
@@ -33,11 +33,10 @@ class SequenceAttention:
         """The name of the local kernel that serves calls without a mask, and why."""
         if self.external is not None:
             return "that of the external engine"
-        if self.groups.ring.size == 1 and self.kernel == "auto":
+        if self.groups.ring.size == 1 and self.kernel == "auto" and device.type not in CHOSEN_HERE:
             return "torch scaled_dot_product_attention (auto)"
-        probe = torch.empty(1, 1, 1, head_dim, dtype=dtype, device=device)
-        why = "auto: the first with a log-sum-exp that fits" if self.kernel == "auto" else "as asked"
-        return f"{choose(self.kernel, probe, None).name} ({why})"
+        probe = torch.empty(1, 2, 1, head_dim, dtype=dtype, device=device)
+        return choice(self.kernel, probe, None)
 
     def split(self, streams: tuple[int, ...]) -> Split:
         """The split table for sequences of these whole lengths."""

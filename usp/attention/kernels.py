@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from usp.attention import npu_kernels
+
 aten = torch.ops.aten
 
 
@@ -41,7 +43,7 @@ class Kernel:
     """A local attention that returns its log-sum-exp, and what it takes.
 
     `run(q, k, v, mask, scale)`; `takes_mask` is whether it takes any; `head_dims` what D must be a multiple
-    of.
+    of; `limit(q, mask)` says what else it cannot serve, or None.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Kernel:
     takes_mask: bool = True
     head_dims: int = 1
     max_head_dim: int = 1 << 30
+    limit: Callable[[torch.Tensor, torch.Tensor | None], str | None] | None = None
 
     def misfit(self, q: torch.Tensor, mask: torch.Tensor | None) -> str | None:
         """Why this kernel cannot serve the call, or None."""
@@ -62,7 +65,7 @@ class Kernel:
             return "takes no mask"
         if q.shape[-1] % self.head_dims or q.shape[-1] > self.max_head_dim:
             return f"takes head dims to {self.max_head_dim} in steps of {self.head_dims}, not {q.shape[-1]}"
-        return None
+        return None if self.limit is None else self.limit(q, mask)
 
 
 def sdpa(
@@ -179,10 +182,30 @@ KERNELS: dict[str, Kernel] = {  # in order of preference
         Kernel("cuda-flash", cuda_flash, ("cuda",), HALF, takes_mask=False, head_dims=8, max_head_dim=256),
         Kernel("cuda-cudnn", cuda_cudnn, ("cuda",), HALF, takes_mask=False, head_dims=8, max_head_dim=128),
         Kernel("cuda-efficient", cuda_efficient, ("cuda",), (*HALF, torch.float32), head_dims=8),
+        Kernel(
+            "npu-infer",
+            npu_kernels.infer,
+            ("npu",),
+            HALF,
+            head_dims=16,
+            max_head_dim=512,
+            limit=npu_kernels.infer_limit,
+        ),
+        Kernel(
+            "npu-fusion",
+            npu_kernels.fusion,
+            ("npu",),
+            (*HALF, torch.float32),
+            max_head_dim=768,
+            limit=npu_kernels.fusion_limit,
+        ),
         Kernel("cpu-flash", cpu_flash, ("cpu",), (*HALF, torch.float32, torch.float64)),
         Kernel("plain", plain, (), (*HALF, torch.float32, torch.float64)),
     )
 }
+
+# Where torch's own choice may fall back to one matrix of all scores: attention picks from KERNELS instead.
+CHOSEN_HERE = frozenset({"npu"})
 
 
 def check_kernel(name: str, device_type: str) -> None:
@@ -221,6 +244,17 @@ def choose(name: str, q: torch.Tensor, mask: torch.Tensor | None) -> Kernel:
     )
 
 
+def choice(name: str, q: torch.Tensor, mask: torch.Tensor | None) -> str:
+    """For a report: the kernel that `choose` gives for a call, and why it is that one."""
+    chosen = choose(name, q, mask)
+    if name != "auto":
+        return f"{chosen.name} (as asked)"
+    before = list(KERNELS.values())[: list(KERNELS).index(chosen.name)]
+    fitting = [k for k in before if not k.device_types or q.device.type in k.device_types]
+    reasons = [f"{k.name} {k.misfit(q, mask) or lse_fault(k, q.device, q.dtype)}" for k in fitting]
+    return f"{chosen.name} (auto: {'; '.join(reasons) or 'the first with a log-sum-exp that fits'})"
+
+
 def lse_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -231,11 +265,12 @@ def lse_attention(
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention with its log-sum-exp from the named kernel; no keys at all give 0 and -inf."""
+    work = torch.float64 if q.dtype == torch.float64 else torch.float32
     if 0 in q.shape or k.shape[1] == 0:
-        work = torch.float64 if q.dtype == torch.float64 else torch.float32
         lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=work)
         return torch.zeros_like(q, dtype=work), lse
-    return choose(kernel, q, mask).run(q, k, v, mask, scale)
+    out, lse = choose(kernel, q, mask).run(q, k, v, mask, scale)
+    return out.to(work), lse
 
 
 def attention(
@@ -247,10 +282,13 @@ def attention(
     kernel: str = "auto",
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Attention without log-sum-exp: torch's own choice for "auto", else the named kernel."""
-    if kernel == "auto":
+    """Attention without log-sum-exp: torch's own choice for "auto" where that is sound, else a kernel of
+    ours."""
+    if kernel == "auto" and q.device.type not in CHOSEN_HERE:
         return sdpa(q, k, v, mask, scale=scale)
-    return lse_attention(q, k, v, mask, kernel=kernel, scale=scale)[0].to(q.dtype)
+    if 0 in q.shape or k.shape[1] == 0:
+        return torch.zeros_like(q)
+    return choose(kernel, q, mask).run(q, k, v, mask, scale)[0].to(q.dtype)
 
 
 @functools.cache

@@ -1,0 +1,62 @@
+"""The same bodies as on the CPU and the NPU, on a simulated MUSA: our own device, mccl over gloo."""
+
+import numpy as np
+import pytest
+
+from tests.npu import bodies
+from tests.usp.in_ranks import SEED, Case, alone, seeded
+from usp.demo import DEFAULTS
+
+TOLERANCE = 1e-4  # fp32; as for the NPU
+LAYOUTS = ("ulysses2", "gather_kv2", "ring2")
+CASES: list[Case] = [("t2v", {}), ("ti2v_image", {"tokens": (3, 1, 5), "guidance_scale": 1.0})]
+
+
+def test_a_rank_finds_its_card(musa):
+    """Each rank has its local rank's card and talks mccl; the self-test of all collectives has passed."""
+    assert musa(2).run(bodies.place) == [("musa:0", 8, "mccl"), ("musa:1", 8, "mccl")]
+
+
+def test_the_device_as_the_runtime_sees_it(musa):
+    """Memory and its peak, an error for too much of it, generators, fp64."""
+    (facts,) = musa(1, SIMULATED_MUSA_MB="64").run(bodies.device_facts)
+    assert facts == {
+        "total": 64 << 20,
+        "peak": 4 << 20,
+        "too much": "OutOfMemoryError",
+        "same numbers": True,
+        "other numbers": True,
+        "loaded": True,
+    }
+
+
+@pytest.mark.parametrize("check", ["gathers", "exchanges"])
+def test_every_dtype_and_share_travels_unharmed(musa, check):
+    """Uneven and empty shares, bool to FP8, strided, on both transports: the same bits."""
+    assert musa(2).run(bodies.run_body, "comm", check) == [[], []]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_attention_matches_the_cpu(musa, layout):
+    """Odd lengths and heads, grouped queries, half precision, every kind of mask."""
+    for worst, _ in musa(2).run(bodies.run_body, "attention", "check_shapes", layout):
+        assert worst <= 1e-5
+    for body in ("check_options", "check_masks"):
+        for errors in musa(2).run(bodies.run_body, "attention", body, layout):
+            assert max(errors.values()) <= 1e-5, errors
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "cfg2"])
+def test_pipelines_match_the_cpu(musa, layout):
+    """Tiny pipelines over strategies and guidance branches."""
+    for results in musa(2).run(bodies.pipelines, layout, CASES):
+        for case, result in zip(CASES, results, strict=True):
+            assert np.abs(result - alone(*case)).max() <= TOLERANCE, case
+
+
+def test_the_bundled_model_matches_the_cpu(musa):
+    """The whole film on two cards, text encoder and decoding included."""
+    pipeline = bodies.demo_pipeline()
+    film = pipeline(DEFAULTS.prompt, output_type="np", generator=seeded(SEED), **bodies.DEMO).frames
+    for result, _, _ in musa(2).run(bodies.demo, "ulysses2"):
+        assert np.abs(result - film).max() <= TOLERANCE

@@ -1,0 +1,138 @@
+"""What ranks on simulated devices run: the bodies of the CPU tests, with their tensors on this rank's device.
+
+Imported by the server before it forks, so that every rank has it.
+"""
+
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+import torch.distributed as dist
+
+import usp.demo
+from tests import tiny
+from tests.usp import test_attention, test_comm
+from tests.usp.in_ranks import SEED, Case
+from usp.config import CacheConfig
+from usp.pipeline import ParallelPipeline
+
+WORLD: list[Any] = []  # this rank's World, once it has joined
+DEMO = {"height": 32, "width": 48, "num_frames": 9, "num_inference_steps": 2, "guidance_scale": 2.5}
+
+
+def kind() -> str:
+    """The kind of device that these ranks run on."""
+    return torch._C._get_privateuse1_backend_name()
+
+
+def device() -> torch.device:
+    """This rank's device."""
+    return torch.device(kind(), torch.get_device_module(kind()).current_device())
+
+
+def place() -> tuple[str, int, str]:
+    """What this rank sees: its device, how many there are, the backend."""
+    return str(device()), torch.get_device_module(kind()).device_count(), dist.get_backend()
+
+
+def on_devices() -> None:
+    """Have the CPU tests' bodies make their tensors on the device; for the server alone.
+
+    Attention is compared with the CPU's: inputs move to the device, the result comes back.
+    """
+    attend, numbers = test_attention.attend, test_comm.numbers
+
+    def attend_there(layout: str, *tensors: Any, **options: Any) -> torch.Tensor:
+        there = [t.to(device()) if isinstance(t, torch.Tensor) else t for t in tensors]
+        return attend(layout, *there, **options).cpu()
+
+    test_attention.attend = attend_there
+    test_attention.LENGTHS, test_attention.HEADS = (1, 2, 3, 13, 64), (1, 3, 6)  # the odd ones, for time
+    test_comm.numbers = lambda *args, **kwargs: numbers(*args, **kwargs).to(device())
+
+
+def run_body(module: str, name: str, *args: Any) -> Any:
+    """A body of tests.usp.<module>, by name: what it was bound to before `on_devices` does not count."""
+    return getattr({"attention": test_attention, "comm": test_comm}[module], name)(*args)
+
+
+def host(frames: Any) -> np.ndarray:
+    """A pipeline's frames or latents, as an array."""
+    return frames.cpu().numpy() if isinstance(frames, torch.Tensor) else np.asarray(frames)
+
+
+def pipelines(layout: str, cases: list[Case], **options: Any) -> list[np.ndarray]:
+    """The tiny pipelines on this rank's device, all ranks together."""
+    results = []
+    for name, changes in cases:
+        with ParallelPipeline(tiny.build(name), layout, **options) as pipe:
+            assert pipe.world.device.kind == kind()
+            seed = None if "generator" in changes else SEED
+            results.append(host(pipe(**tiny.call(name, **changes), seed=seed).frames))
+    return results
+
+
+def demo_pipeline() -> Any:
+    """The bundled pipeline in fp32."""
+    from diffusers import WanPipeline
+
+    pipeline = WanPipeline.from_pretrained(usp.demo.MODEL_DIR).to(torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def demo(layout: str, **options: Any) -> tuple[np.ndarray, dict[str, int], dict[str, int]]:
+    """The bundled pipeline's film, which operators ran for it, and which of them with wide numbers."""
+    from tests import simulated
+
+    simulated.reset_counts()
+    with ParallelPipeline(demo_pipeline(), layout, **options) as pipe:
+        film = host(pipe(usp.demo.DEFAULTS.prompt, output_type="np", seed=SEED, **DEMO).frames)
+    return film, dict(simulated.CALLS), dict(simulated.WIDE)
+
+
+def error_text(function: Callable[..., Any], *args: Any) -> str:
+    """The error that a call ends with, as "RuntimeError: text"; "" if it ends well."""
+    try:
+        function(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def cached_pipeline(layout: str, case: Case, threshold: float) -> tuple[np.ndarray, list[list[bool]]]:
+    """A tiny pipeline with a first-block cache: its result, and which forwards each branch skipped."""
+    name, changes = case
+    config = CacheConfig(threshold=threshold, warmup_steps=1)
+    with ParallelPipeline(tiny.build(name), layout, cache=config) as pipe:
+        result = host(pipe(**tiny.call(name, **changes), seed=SEED).frames)
+        assert pipe.report is not None
+        return result, [branch["skipped"] for branch in pipe.report.cache.values()]
+
+
+def device_facts() -> dict[str, Any]:
+    """What the device answers: memory, generators, a file of weights."""
+    here = WORLD[0].device
+    module = torch.get_device_module(kind())
+    here.reset_memory_peak()
+    before = here.memory_peak()
+    held = torch.zeros(1 << 20, device=device())
+    peak = here.memory_peak() - before
+    draws = []
+    for seed in (1, 1, 2):
+        module.manual_seed(seed)
+        draws.append(torch.randn(4, device=device()).cpu())
+    with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
+        safetensors.torch.save_file({"weights": held[:8].cpu() + 3}, file.name)
+        loaded = safetensors.torch.load_file(file.name, device=str(device()))["weights"]
+    return {
+        "total": here.memory_total(),
+        "peak": peak,
+        "too much": error_text(lambda: torch.empty(1 << 28, device=device())).split(":")[0],
+        "same numbers": torch.equal(draws[0], draws[1]),
+        "other numbers": not torch.equal(draws[0], draws[2]),
+        "loaded": loaded.device == device() and loaded.cpu().tolist() == [3.0] * 8,
+    }

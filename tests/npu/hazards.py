@@ -1,0 +1,293 @@
+"""What ranks on simulated NPUs run to meet the traps of the device and its communication."""
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.npu.bodies import WORLD, device, error_text
+from tests.usp.test_attention import cached_groups
+from usp import comm
+from usp.attention.kernels import KERNELS, attention, choice, choose, lse_attention, plain
+from usp.config import parse_parallel
+from usp.mesh import make_groups
+
+ROOT = Path(__file__).parents[2]
+
+
+def counted(what: str) -> int:
+    """How often the simulated CANN was asked for `what`."""
+    from tests.npu import kernels
+
+    return kernels.counted(what)
+
+
+def ring_path(layout: str) -> tuple[float, dict[str, int]]:
+    """The error of a ring against the CPU, and which point-to-point path of torch_npu it took."""
+    from tests.usp import test_attention
+
+    q, k, v = test_attention.tensors(3, 21, 3, kv_heads=1, batch=2)
+    got = test_attention.attend(layout, q, k, v)
+    error = (got - test_attention.reference(q, k, v)).abs().max().item()
+    return error, {name: counted(name) for name in ("HcclGroup", "HcclBatchSendRecv")}
+
+
+def keys_and_values_apart() -> str:
+    """Two sends to one peer in a batch, as other packages' rings do."""
+    peer = 1 - dist.get_rank()
+    tensors = [torch.ones(4, device=device()) for _ in range(4)]
+    operations = [
+        dist.P2POp(operation, tensor, peer)
+        for operation, tensor in zip((dist.isend, dist.isend, dist.irecv, dist.irecv), tensors, strict=True)
+    ]
+
+    def both() -> None:
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        torch.npu.synchronize()
+
+    return error_text(both)
+
+
+def transposed_send() -> bool:
+    """Whether a transposed tensor, given to torch_npu as it is, arrives as its values; ours never is."""
+    rank = dist.get_rank()
+    values = torch.arange(6.0).view(2, 3)
+    sent = values.t().contiguous().t().to(device())
+    sent = torch.empty_strided((2, 3), (1, 2), device=device()).copy_(values) if rank == 0 else sent
+    received = torch.zeros(2, 3, device=device())
+    operation = dist.P2POp(dist.isend, sent, 1) if rank == 0 else dist.P2POp(dist.irecv, received, 0)
+    for work in dist.batch_isend_irecv([operation]):
+        work.wait()
+    return rank == 0 or torch.equal(received.cpu(), values)
+
+
+def unwaited(wait: bool) -> float:
+    """The first number of a sum that was read at once, with or without waiting for it."""
+    tensor = torch.ones(8, device=device())
+    work = dist.all_reduce(tensor, async_op=True)
+    if wait:
+        work.wait()
+    first = tensor[0].item()
+    work.wait()
+    torch.npu.synchronize()
+    return first
+
+
+def divergent() -> str:
+    """Rank 0 sums while rank 1 gathers."""
+    tensor = torch.ones(8, device=device())
+    rows = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+
+    def differ() -> None:
+        dist.all_reduce(tensor) if dist.get_rank() == 0 else dist.all_gather(rows, tensor)
+        torch.npu.synchronize()
+
+    return error_text(differ)
+
+
+def absent() -> str:
+    """Rank 0 sums, and rank 1 never comes."""
+    if dist.get_rank() == 1:
+        return ""
+
+    def come() -> None:
+        dist.all_reduce(torch.ones(8, device=device()))
+        torch.npu.synchronize()
+
+    return error_text(come)
+
+
+def one_card_for_two() -> str:
+    """Both ranks make npu:0 current, and then meet."""
+    torch.npu.set_device(0)
+    group = dist.new_group([0, 1])
+
+    def meet() -> None:
+        dist.all_reduce(torch.ones(2, device="npu:0"), group=group)
+        torch.npu.synchronize()
+
+    return error_text(meet)
+
+
+def communicators(layout: str) -> tuple[int, int]:
+    """How many communicators the groups of a layout add once all have talked, and their buffers in MB."""
+    from tests.usp import test_attention
+
+    before = counted("HcclCommInit"), counted("communicator MB")
+    groups = make_groups(parse_parallel(layout), rank=dist.get_rank())
+    for group in groups.all:
+        share = torch.full((2,), float(group.rank), device=device())
+        comm.gather(share, dim=0, sizes=(2,) * group.size, group=group)
+    q, k, v = test_attention.tensors(0, 16, 4)
+    test_attention.attend(layout.replace("cfg2 ", ""), q, k, v) if "cfg" not in layout else None
+    return counted("HcclCommInit") - before[0], counted("communicator MB") - before[1]
+
+
+def generations(times: int) -> list[float]:
+    """The group ended and made again over one store: a sum in each."""
+    from runtime.process_group import connect
+
+    found = []
+    for _ in range(times):
+        old = WORLD.pop()
+        old.close()
+        WORLD.append(connect(old.device, timeout_s=60.0))
+        tensor = torch.ones(2, device=device())
+        dist.all_reduce(tensor)
+        found.append(tensor[0].item())
+    return found
+
+
+def runtime_facts() -> dict[str, Any]:
+    """What the device answers, and what the runtime has made of it."""
+    from runtime.device import Device
+
+    here = Device("npu", device().index)
+    here.make_current()
+    convolution = torch.nn.Conv3d(2, 2, 3).to(device())
+    here.reset_memory_peak()
+    held = torch.empty(1 << 20, device=device())
+    facts = {
+        "total": here.memory_total(),
+        "peak": here.memory_peak() >= held.numel() * 4,
+        "format": torch.ops.npu.get_npu_format(convolution.weight),
+        "capability": torch.npu.get_device_capability(),
+        "fp64": here.supports_float64,
+        "cpu generator": error_text(
+            lambda: torch.randn(2, generator=torch.Generator().manual_seed(1), device=device())
+        ),
+    }
+    here.synchronize()
+    here.empty_cache()
+    return facts
+
+
+def too_much() -> str:
+    """A tensor that is larger than the device."""
+    return error_text(lambda: torch.empty(1 << 28, device=device()))
+
+
+def chosen_kernels() -> dict[str, str]:
+    """Which kernel serves which call, and why."""
+    found = {}
+    masks = {"no mask": None, "bool": torch.ones(1, 1, 1, 8, dtype=torch.bool, device=device())}
+    masks |= {"per head": torch.ones(1, 2, 1, 8, dtype=torch.bool, device=device())}
+    masks |= {"additive": torch.zeros(1, 1, 1, 8, device=device())}
+    for dtype, dim, tokens, heads, what in (
+        (torch.bfloat16, 64, 5, 2, "no mask"),
+        (torch.bfloat16, 64, 5, 2, "bool"),
+        (torch.bfloat16, 64, 5, 2, "per head"),
+        (torch.bfloat16, 64, 5, 2, "additive"),
+        (torch.bfloat16, 40, 5, 2, "no mask"),
+        (torch.bfloat16, 64, 1, 2, "no mask"),
+        (torch.bfloat16, 64, 5, 300, "no mask"),
+        (torch.float32, 64, 5, 2, "no mask"),
+    ):
+        q = torch.zeros(1, tokens, heads, dim, dtype=dtype, device=device())
+        name = f"{str(dtype).removeprefix('torch.')} D{dim} S{tokens} H{heads} {what}"
+        found[name] = choice("auto", q, masks[what])
+    return found
+
+
+def kernel_errors() -> dict[str, float]:
+    """Each kernel of the device against plain fp32 attention: out and log-sum-exp, masked rows, a scale."""
+    generator = torch.Generator().manual_seed(0)
+    found = {}
+    for dtype, dim in ((torch.float32, 40), (torch.float32, 64), (torch.bfloat16, 64), (torch.float16, 40)):
+        q, k, v = (torch.randn(2, n, h, dim, generator=generator) for n, h in ((5, 6), (8, 3), (8, 3)))
+        square = torch.rand(2, 1, 5, 8, generator=generator) > 0.5
+        square[0, 0, 2] = False  # a row without a key
+        cases = {
+            "no mask": None,
+            "square": square,
+            "keys": square[:, :, :1],
+            "heads": square.expand(2, 6, 5, 8),
+        }
+        for name, kernel in KERNELS.items():
+            for what, mask in cases.items():
+                for scale in (None, 0.05):
+                    there = [t.to(device(), dtype) for t in (q, k, v)]
+                    hidden = None if mask is None else mask.to(device())
+                    if kernel.misfit(there[0], hidden) is not None:
+                        continue
+                    out, lse = lse_attention(*there, hidden, kernel=name, scale=scale)
+                    wanted = plain(*(t.to(dtype) for t in (q, k, v)), mask, scale)
+                    assert out.dtype == lse.dtype == torch.float32
+                    errors = [
+                        torch.nan_to_num(a.cpu() - b, posinf=torch.inf).abs().max().item()
+                        for a, b in zip((out, lse), wanted, strict=True)
+                    ]
+                    same_rows = torch.equal(lse.cpu() == -torch.inf, wanted[1] == -torch.inf)
+                    key = f"{name} {dtype} D{dim} {what} {scale}"
+                    found[key] = max(errors) if same_rows else float("nan")
+    return found
+
+
+def an_additive_mask() -> tuple[float, dict[str, int]]:
+    """Attention with a float mask against the CPU's, and which operators ran."""
+    from tests import simulated
+
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 16, 2, 32, generator=generator) for _ in range(3))
+    bias = torch.randn(1, 1, 16, 16, generator=generator)
+    simulated.reset_counts()
+    got = attention(*(t.to(device()) for t in (q, k, v)), bias.to(device()))
+    return (got.cpu() - attention(q, k, v, bias)).abs().max().item(), dict(simulated.CALLS)
+
+
+def calls_of(module: str) -> list[tuple[str, str]]:
+    """Each `module.name(...)` in our code: file and name."""
+    found = []
+    for path in (p for top in ("usp", "runtime") for p in (ROOT / top).rglob("*.py")):
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(call, ast.Call) and ast.unparse(call.func).startswith(f"{module}."):
+                found.append((path.name, ast.unparse(call.func).removeprefix(f"{module}.")))
+    return found
+
+
+def our_calls() -> list[str]:
+    """What is wrong with each call of a torch_npu operator in our code, by the schemas of the wheel."""
+    wrong, seen = [], []
+    for path in (p for top in ("usp", "runtime") for p in (ROOT / top).rglob("*.py")):
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not (isinstance(call, ast.Call) and ast.unparse(call.func).startswith("torch.ops.npu.")):
+                continue
+            name = ast.unparse(call.func).removeprefix("torch.ops.npu.")
+            seen.append(name)
+            arguments = {a.name: a for a in getattr(torch.ops.npu, name).default._schema.arguments}
+            given = [keyword.arg for keyword in call.keywords]
+            wrong += [f"{name}: no argument {a}" for a in given if a not in arguments]
+            scales = [a for a in arguments if a.endswith("scale") and arguments[a].default_value == 1.0]
+            heads = [a for a in arguments if a in ("num_heads", "num_query_heads")]
+            wrong += [f"{name}: {a} has a default of 1" for a in (*scales, *heads) if a not in given]
+            limits = [a for a in given if a and a.startswith(("pre_to", "next_to"))]
+            wrong += [f"{name}: {a} cuts long sequences" for a in limits]
+    return wrong if len(set(seen)) >= 2 else [*wrong, f"only {seen} were found"]
+
+
+def after_transfer_to_npu() -> tuple[str, bool, str]:
+    """Detection, and attention, once the user has had torch.cuda redirected."""
+    from torch_npu.contrib import transfer_to_npu  # noqa: F401
+
+    from runtime.device import detect_device
+
+    found = str(detect_device(None, local_rank=0, world_size=1))
+    q = torch.ones(1, 4, 2, 64, dtype=torch.bfloat16, device=found)
+    return found, torch.cuda.is_available(), choose("auto", q, None).name
+
+
+def refused_index() -> str:
+    """A device with its index on two ranks."""
+    from runtime.device import detect_device
+
+    return error_text(lambda: detect_device("npu:0", local_rank=0, world_size=2))
+
+
+def sums_of(device_dtype: torch.dtype) -> list[float]:
+    """What ranks branch on, added over HCCL."""
+    group = cached_groups(parse_parallel(f"ulysses{dist.get_world_size()}")).ulysses
+    numbers = torch.tensor([1.0 + dist.get_rank(), 0.1], dtype=device_dtype, device=device())
+    return comm.agree_sums(numbers, group=group)

@@ -1,0 +1,57 @@
+"""The simulated NPU's operators: a CPU kernel for every ATen operator for which the wheel has an NPU kernel.
+
+To be imported after torch_npu, in a process of its own. What the wheel has no kernel for is left to it: that
+runs on the host, or, with TORCH_NPU_FALLBACK_CPU_DISABLE=1, ends with an error that names the operator.
+"""
+
+import ctypes
+
+import torch
+import torch_npu
+
+from tests.simulated import Rules, module, register
+
+_ready: set[int] = set()  # devices whose streams have been made
+_acl = ctypes.CDLL("libascendcl.so")
+_acl.simulated_count.restype = ctypes.c_long
+
+# What needs no computing works in the wheel as it is: memory and views.
+OF_THE_WHEEL = ("empty", "set_", "resize_", "record_stream", "pin_memory", "is_pinned", "_local_scalar_dense")
+
+
+class NpuRules(Rules):
+    """Kernels come in the order of the current stream; random numbers are other than the CPU's for a seed."""
+
+    def before(self, index: int) -> None:
+        """Wait for what was queued on the current stream; an error of that work is raised here."""
+        if index not in _ready:
+            with module().device(index):
+                _ready.add(index)
+                module().current_stream(index).synchronize()
+        module().current_stream(index).synchronize()
+
+    def generator(self, own: torch.Generator) -> torch.Generator:
+        """A CPU generator that the Philox state (seed, offset) seeds."""
+        return torch.Generator().manual_seed(hash(bytes(own.get_state().tolist())) & 0x7FFFFFFF)
+
+    def used(self, own: torch.Generator, host: torch.Generator) -> None:
+        """The next offset."""
+        words = own.get_state().clone().view(torch.int64)
+        words[1] += 4
+        own.set_state(words.view(torch.uint8))
+
+
+RULES = NpuRules()
+
+
+def counted(what: str) -> int:
+    """How often the simulated CANN was asked for `what`, such as "HcclAllReduce" or "HcclCommInit"."""
+    return int(_acl.simulated_count(what.encode()))
+
+
+assert torch_npu.npu.is_available(), "the simulated NPU has no devices"
+register(
+    torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1"),
+    (*OF_THE_WHEEL, "npu_", "_npu_"),
+    RULES,
+)
