@@ -193,7 +193,12 @@ def _original(folder: Path, wanted: tuple[str, ...]) -> ModelFacts | None:
         )
     read = configs(original)
     config = {"_class_name": "WanTransformer3DModel", **read[next(iter(original.transformers))]}
-    return _facts_of(folder, found, LAYOUTS[found], (config, folder), (read["vae"], folder))
+    vae = {
+        "scale_factor_spatial": 8,
+        "scale_factor_temporal": 4,
+        **read["vae"],
+    }  # AutoencoderKLWan's defaults
+    return _facts_of(folder, found, LAYOUTS[found], (config, folder), (vae, folder))
 
 
 def _facts(folder: Path, pipeline: str, layout: Layout, part: str) -> ModelFacts:
