@@ -52,6 +52,19 @@ def npu_pools(npu_environment: dict[str, str]) -> Iterator[NpuRanks]:
 
 
 @pytest.fixture
-def npu(npu_pools: NpuRanks) -> NpuRanks:
-    """`npu(2).run(function, *args)` runs it on 2 ranks; `npu(2, SIMULATED_CANN="8.5.0")` with knobs."""
-    return npu_pools
+def npu(npu_pools: NpuRanks) -> Iterator[NpuRanks]:
+    """`npu(2).run(function, *args)` runs it on 2 ranks; `npu(2, SIMULATED_HCCL_DELAY_MS="9")` with knobs.
+
+    Ranks with knobs end with the test, so that no idle ones pile up.
+    """
+    with_knobs = []
+
+    def ranks(size: int, **knobs: str) -> DeviceRanks:
+        pool = npu_pools(size, **knobs)
+        if knobs:
+            with_knobs.append(pool)
+        return pool
+
+    yield ranks
+    for pool in with_knobs:
+        pool.stop()
