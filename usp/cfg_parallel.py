@@ -8,6 +8,7 @@ branches along the batch instead has the batch cut.
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from math import prod
 from typing import Any
@@ -39,6 +40,7 @@ class BranchExchange:
         self._outstanding: list[
             tuple[Deferred, int, torch.Tensor | None]
         ] = []  # result to come, owner, own value
+        self._recorded: list[weakref.ref[Deferred]] = []  # what was computed from them, in order
         self._expected: int | None = None  # branches per step, known once a step has passed
         self._told_early = False
         self._made = 0
@@ -50,6 +52,7 @@ class BranchExchange:
     def begin_call(self) -> None:
         """Forget what an earlier call, which may have failed, left."""
         self._outstanding.clear()
+        self._recorded.clear()
         self._expected = None
 
     def defer(
@@ -67,9 +70,15 @@ class BranchExchange:
             return len(leaves) < 2
         return len(self._outstanding) < self._expected
 
+    def keep(self, recorded: Deferred) -> None:
+        """Compute this one, if it is still held, when the values come."""
+        self._recorded.append(weakref.ref(recorded))
+
     def resolve(self, *, early_for: str | None = None) -> None:
         """Give every outstanding result its value: one message from each owner to each other rank.
-        Collective."""
+
+        What was recorded from them is then computed, before anything can be written to. Collective.
+        """
         waiting, self._outstanding = self._outstanding, []
         if not waiting:
             return
@@ -83,6 +92,10 @@ class BranchExchange:
             )
         for dtype in dict.fromkeys(made.dtype for made, _, _ in waiting):
             self._exchange([entry for entry in waiting if entry[0].dtype == dtype])
+        recorded, self._recorded = self._recorded, []
+        for reference in recorded:
+            if (made := reference()) is not None:
+                made.value()
 
     def _exchange(self, waiting: list[tuple[Deferred, int, torch.Tensor | None]]) -> None:
         sizes = [0] * self.group.size

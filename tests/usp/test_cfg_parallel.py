@@ -152,6 +152,22 @@ def cut_and_cast(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     return x
 
 
+def changed_in_place(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A branch, and a view of it, are written to after arithmetic on them was recorded."""
+    x = inputs["hidden_states"]
+    for _ in range(3):
+        with model.cache_context("cond"):
+            cond = model(**{**inputs, "hidden_states": x})[0]
+        doubled, kept, first = 2.0 * cond, cond.clone(), cond[:, :1]
+        with model.cache_context("uncond"):
+            uncond = model(**{**inputs, "hidden_states": x, "timestep": inputs["timestep"] / 2})[0]
+        cond.sub_(uncond)
+        tripled = 3.0 * first
+        first.mul_(0.5)
+        x = x - 0.1 * (uncond + cond + 0.1 * doubled + 0.2 * kept + 0.1 * tripled)
+    return x
+
+
 def guidance_comes_and_goes(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """The second branch is called in some steps only."""
     x = inputs["hidden_states"]
@@ -185,7 +201,10 @@ def stacked(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
 
 LOOPS: dict[str, Loop] = {
     loop.__name__: loop
-    for loop in (three_branches, early_value, cut_and_cast, guidance_comes_and_goes, stacked)
+    for loop in (
+        *(three_branches, early_value, cut_and_cast, changed_in_place, guidance_comes_and_goes),
+        stacked,
+    )
 }
 
 
@@ -250,6 +269,13 @@ def test_cuts_and_casts_are_recorded(ranks):
     for result, exchanges, told, computed in ranks(2).run(run_loop, "cut_and_cast", 1, 2):
         assert torch.equal(result, want)
         assert (exchanges, told, computed) == (3, [], 3)
+
+
+def test_what_was_recorded_does_not_see_later_writes(ranks):
+    """In-place arithmetic on a branch leaves what was computed from it before, and reaches its views."""
+    want = reference("changed_in_place", 1)
+    for result, *_ in ranks(2).run(run_loop, "changed_in_place", 1, 2):
+        assert torch.equal(result, want)
 
 
 def test_guidance_that_changes_over_steps(ranks):
