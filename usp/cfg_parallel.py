@@ -82,7 +82,8 @@ class BranchExchange:
         waiting, self._outstanding = self._outstanding, []
         if not waiting:
             return
-        if self._expected is not None and len(waiting) < self._expected and not self._told_early:
+        early = early_for is not None and self._expected is not None and len(waiting) < self._expected
+        if early and not self._told_early:  # else the step, or the call, is over: guidance has ended in it
             self._told_early = True
             logger.warning(
                 "the pipeline needs a branch's value (%s) before it has called all %d guidance branches; "
@@ -190,6 +191,7 @@ class CfgParallel:
     def _call(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         bound = self._signature.bind(*args, **kwargs)
         refuse(self._plan, bound)
+        self._notice_step(self._branches.current)
         bound.arguments.update(concrete(dict(bound.arguments), early_for="the next forward"))
         name = self._branches.current
         given = bound.arguments[self._plan.output.argument]
@@ -207,15 +209,24 @@ class CfgParallel:
         return _output(results if isinstance(given, list) else results[0], bound.arguments)
 
     def _deal(self, name: str) -> int:
-        """The place of a branch in the order; notices when a new step begins."""
-        if name in self._seen:
-            self._exchange.expect(len(self._order))
-            self._check_idle(len(self._order))
-            self._seen.clear()
+        """The place of a branch in the order."""
         self._seen.add(name)
         if name not in self._order:
             self._order.append(name)
         return self._order.index(name)
+
+    def _notice_step(self, name: str) -> None:
+        """A branch that this step has had begins the next one."""
+        if name in self._seen:
+            self._exchange.expect(len(self._seen))
+            self._check_idle(len(self._order))
+            self._seen.clear()
+
+    def check_used(self) -> None:
+        """At the end of a call, also one of a single step: say, or with `strict` raise, that ranks were
+        idle."""
+        if self._order:
+            self._check_idle(len(self._order))
 
     def _check_idle(self, busy: int) -> None:
         size = self._exchange.group.size

@@ -102,6 +102,45 @@ def test_b25_strict_makes_an_idle_axis_an_error(ranks):
         assert error.startswith("ValueError: cfg_degree=2, but this call has 1 guidance branch")
 
 
+def one_step(strict: bool) -> tuple[str, list[str], list[str]]:
+    """The error and the lines of a call of one step without guidance, and the lines of one where guidance
+    ends after the first of three steps."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("usp.cfg_parallel").addHandler(handler)
+
+    def ends(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        pipeline._guidance_scale = 1.0
+        return tensors
+
+    try:
+        with ParallelPipeline(tiny.build("t2v"), "cfg2", strict=strict) as pipe:
+            arguments = tiny.call("t2v", guidance_scale=1.0, num_inference_steps=1)
+            error = error_of(pipe, **arguments, seed=SEED)
+            once, told[:] = list(told), []
+            if not strict:
+                call = tiny.call("t2v", num_inference_steps=3)
+                pipe(**call, seed=SEED, callback_on_step_end=ends)
+            return error, once, told
+    finally:
+        logging.getLogger("usp.cfg_parallel").removeHandler(handler)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_b25_an_idle_axis_is_said_in_a_call_of_one_step(ranks, strict):
+    """B25: no second step is needed to see it; guidance that ends in a call is not an early use."""
+    for error, once, later in ranks(2).run(one_step, strict, timeout_s=20):
+        if strict:
+            assert error.startswith("ValueError: cfg_degree=2, but this call has 1 guidance branch")
+            continue
+        assert error == ""
+        assert len(once) == 1
+        assert "1 of 2 cfg ranks are idle" in once[0]
+        assert not any("needs a branch's value" in line for line in later), later
+        assert not later, "most of the guidance kept both busy for a step"
+
+
 Loop = Callable[[Any, dict[str, torch.Tensor]], torch.Tensor]
 
 
