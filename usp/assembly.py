@@ -64,6 +64,12 @@ class Assembly:
             if one.cache is not None:
                 one.cache.end_call()
 
+    def check_used(self) -> None:
+        """After a call that went well: raise ValueError, or warn, for a cfg axis that was idle in it."""
+        for one in self.applied.values():
+            if one.cfg is not None:
+                one.cfg.check_used()
+
     def abandon(self) -> None:
         """Leave the forwards of a call that was broken off."""
         for one in self.applied.values():

@@ -8,6 +8,7 @@ branches along the batch instead has the batch cut.
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from math import prod
 from typing import Any
@@ -39,6 +40,7 @@ class BranchExchange:
         self._outstanding: list[
             tuple[Deferred, int, torch.Tensor | None]
         ] = []  # result to come, owner, own value
+        self._recorded: list[weakref.ref[Deferred]] = []  # what was computed from them, in order
         self._expected: int | None = None  # branches per step, known once a step has passed
         self._told_early = False
         self._made = 0
@@ -50,6 +52,7 @@ class BranchExchange:
     def begin_call(self) -> None:
         """Forget what an earlier call, which may have failed, left."""
         self._outstanding.clear()
+        self._recorded.clear()
         self._expected = None
 
     def defer(
@@ -67,13 +70,20 @@ class BranchExchange:
             return len(leaves) < 2
         return len(self._outstanding) < self._expected
 
+    def keep(self, recorded: Deferred) -> None:
+        """Compute this one, if it is still held, when the values come."""
+        self._recorded.append(weakref.ref(recorded))
+
     def resolve(self, *, early_for: str | None = None) -> None:
         """Give every outstanding result its value: one message from each owner to each other rank.
-        Collective."""
+
+        What was recorded from them is then computed, before anything can be written to. Collective.
+        """
         waiting, self._outstanding = self._outstanding, []
         if not waiting:
             return
-        if self._expected is not None and len(waiting) < self._expected and not self._told_early:
+        early = early_for is not None and self._expected is not None and len(waiting) < self._expected
+        if early and not self._told_early:  # else the step, or the call, is over: guidance has ended in it
             self._told_early = True
             logger.warning(
                 "the pipeline needs a branch's value (%s) before it has called all %d guidance branches; "
@@ -83,6 +93,10 @@ class BranchExchange:
             )
         for dtype in dict.fromkeys(made.dtype for made, _, _ in waiting):
             self._exchange([entry for entry in waiting if entry[0].dtype == dtype])
+        recorded, self._recorded = self._recorded, []
+        for reference in recorded:
+            if (made := reference()) is not None:
+                made.value()
 
     def _exchange(self, waiting: list[tuple[Deferred, int, torch.Tensor | None]]) -> None:
         sizes = [0] * self.group.size
@@ -177,6 +191,7 @@ class CfgParallel:
     def _call(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         bound = self._signature.bind(*args, **kwargs)
         refuse(self._plan, bound)
+        self._notice_step(self._branches.current)
         bound.arguments.update(concrete(dict(bound.arguments), early_for="the next forward"))
         name = self._branches.current
         given = bound.arguments[self._plan.output.argument]
@@ -194,15 +209,24 @@ class CfgParallel:
         return _output(results if isinstance(given, list) else results[0], bound.arguments)
 
     def _deal(self, name: str) -> int:
-        """The place of a branch in the order; notices when a new step begins."""
-        if name in self._seen:
-            self._exchange.expect(len(self._order))
-            self._check_idle(len(self._order))
-            self._seen.clear()
+        """The place of a branch in the order."""
         self._seen.add(name)
         if name not in self._order:
             self._order.append(name)
         return self._order.index(name)
+
+    def _notice_step(self, name: str) -> None:
+        """A branch that this step has had begins the next one."""
+        if name in self._seen:
+            self._exchange.expect(len(self._seen))
+            self._check_idle(len(self._order))
+            self._seen.clear()
+
+    def check_used(self) -> None:
+        """At the end of a call, also one of a single step: say, or with `strict` raise, that ranks were
+        idle."""
+        if self._order:
+            self._check_idle(len(self._order))
 
     def _check_idle(self, busy: int) -> None:
         size = self._exchange.group.size

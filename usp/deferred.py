@@ -40,6 +40,10 @@ class Source(Protocol):
         """Whether an operation on results of these branches may still wait."""
         ...
 
+    def keep(self, recorded: "Deferred") -> None:
+        """Compute this one, in the order of recording, when the values come."""
+        ...
+
     def resolve(self, *, early_for: str | None = None) -> None:
         """Bring every outstanding value. Collective."""
         ...
@@ -71,6 +75,7 @@ class Deferred(torch.Tensor):
     def record(self, recipe: Callable[[], torch.Tensor]) -> "Deferred":
         """This tensor, with the recipe that makes its value from others'."""
         self._recipe = recipe
+        self.source.keep(self)
         return self
 
     @property
@@ -79,7 +84,10 @@ class Deferred(torch.Tensor):
         return self._value is None and self._recipe is None
 
     def value(self) -> torch.Tensor:
-        """The value, once the source has been resolved; computed from the record the first time."""
+        """The value, once the source has been resolved; computed from the record the first time.
+
+        The source asks for it when it is resolved, since an operand may be written to afterwards.
+        """
         if self._value is None:
             assert self._recipe is not None, "the source was not resolved"
             self._value, self._recipe = self._recipe(), None

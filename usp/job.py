@@ -22,6 +22,8 @@ from usp.model_folder import ModelFacts, read_model_folder
 from usp.options import JobOptions
 from usp.pipeline import ParallelPipeline
 from usp.planner import Choice, branches_of, choose_for, parse_link, workload_of_folder
+from usp.plans import PLANS
+from usp.plans.wan import WAN
 from usp.randomness import check_seed
 from usp.schedulers import check_scheduler, with_scheduler
 from usp.tasks import (
@@ -73,7 +75,8 @@ class Job:
     @property
     def branches(self) -> int:
         """Guidance branches of each step."""
-        return branches_of(call_with_defaults(self.request, self.model), self.model.config)
+        plan = PLANS.get(self.model.config.get("_class_name", ""), WAN)
+        return branches_of(call_with_defaults(self.request, self.model), self.model.config, plan)
 
     def choose(self, world: World) -> Choice:
         """What the planner finds for this request; measures the machine. Collective."""

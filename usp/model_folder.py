@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +153,9 @@ def read_model_folder(folder: Path, *, pipeline: str | tuple[str, ...]) -> Model
     parts = [name for name, value in index.items() if isinstance(value, list) and value[0]]
     _check_parts(folder, parts, layout)
     part = next(name for name in layout.parts if name in parts)
-    return _facts(folder, found, layout, part)
+    facts = _facts(folder, found, layout, part)
+    distilled = bool(index.get("is_distilled"))  # the pipeline's, not the model's, and it turns guidance off
+    return replace(facts, config={**facts.config, "is_distilled": distilled})
 
 
 def _check_parts(folder: Path, parts: list[str], layout: Layout) -> None:

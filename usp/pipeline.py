@@ -156,6 +156,7 @@ class ParallelPipeline:
             assembly.end_call()
             self._watch = None
         watch.mark_end()
+        assembly.check_used()
         assembly.tell_cache()
         self.report = collect_report(
             self.world,

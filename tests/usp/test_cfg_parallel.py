@@ -102,6 +102,45 @@ def test_b25_strict_makes_an_idle_axis_an_error(ranks):
         assert error.startswith("ValueError: cfg_degree=2, but this call has 1 guidance branch")
 
 
+def one_step(strict: bool) -> tuple[str, list[str], list[str]]:
+    """The error and the lines of a call of one step without guidance, and the lines of one where guidance
+    ends after the first of three steps."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("usp.cfg_parallel").addHandler(handler)
+
+    def ends(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        pipeline._guidance_scale = 1.0
+        return tensors
+
+    try:
+        with ParallelPipeline(tiny.build("t2v"), "cfg2", strict=strict) as pipe:
+            arguments = tiny.call("t2v", guidance_scale=1.0, num_inference_steps=1)
+            error = error_of(pipe, **arguments, seed=SEED)
+            once, told[:] = list(told), []
+            if not strict:
+                call = tiny.call("t2v", num_inference_steps=3)
+                pipe(**call, seed=SEED, callback_on_step_end=ends)
+            return error, once, told
+    finally:
+        logging.getLogger("usp.cfg_parallel").removeHandler(handler)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_b25_an_idle_axis_is_said_in_a_call_of_one_step(ranks, strict):
+    """B25: no second step is needed to see it; guidance that ends in a call is not an early use."""
+    for error, once, later in ranks(2).run(one_step, strict, timeout_s=20):
+        if strict:
+            assert error.startswith("ValueError: cfg_degree=2, but this call has 1 guidance branch")
+            continue
+        assert error == ""
+        assert len(once) == 1
+        assert "1 of 2 cfg ranks are idle" in once[0]
+        assert not any("needs a branch's value" in line for line in later), later
+        assert not later, "most of the guidance kept both busy for a step"
+
+
 Loop = Callable[[Any, dict[str, torch.Tensor]], torch.Tensor]
 
 
@@ -152,6 +191,22 @@ def cut_and_cast(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     return x
 
 
+def changed_in_place(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A branch, and a view of it, are written to after arithmetic on them was recorded."""
+    x = inputs["hidden_states"]
+    for _ in range(3):
+        with model.cache_context("cond"):
+            cond = model(**{**inputs, "hidden_states": x})[0]
+        doubled, kept, first = 2.0 * cond, cond.clone(), cond[:, :1]
+        with model.cache_context("uncond"):
+            uncond = model(**{**inputs, "hidden_states": x, "timestep": inputs["timestep"] / 2})[0]
+        cond.sub_(uncond)
+        tripled = 3.0 * first
+        first.mul_(0.5)
+        x = x - 0.1 * (uncond + cond + 0.1 * doubled + 0.2 * kept + 0.1 * tripled)
+    return x
+
+
 def guidance_comes_and_goes(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """The second branch is called in some steps only."""
     x = inputs["hidden_states"]
@@ -185,7 +240,10 @@ def stacked(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
 
 LOOPS: dict[str, Loop] = {
     loop.__name__: loop
-    for loop in (three_branches, early_value, cut_and_cast, guidance_comes_and_goes, stacked)
+    for loop in (
+        *(three_branches, early_value, cut_and_cast, changed_in_place, guidance_comes_and_goes),
+        stacked,
+    )
 }
 
 
@@ -250,6 +308,13 @@ def test_cuts_and_casts_are_recorded(ranks):
     for result, exchanges, told, computed in ranks(2).run(run_loop, "cut_and_cast", 1, 2):
         assert torch.equal(result, want)
         assert (exchanges, told, computed) == (3, [], 3)
+
+
+def test_what_was_recorded_does_not_see_later_writes(ranks):
+    """In-place arithmetic on a branch leaves what was computed from it before, and reaches its views."""
+    want = reference("changed_in_place", 1)
+    for result, *_ in ranks(2).run(run_loop, "changed_in_place", 1, 2):
+        assert torch.equal(result, want)
 
 
 def test_guidance_that_changes_over_steps(ranks):

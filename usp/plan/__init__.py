@@ -164,7 +164,8 @@ class ShardPlan:
 
     A plan without `attentions` has no sequence to spread: the model takes cfg ranks only. `stacked` says that
     pipelines hold all guidance branches in the batch of one forward, so that forwards need no name;
-    `told_apart_by` names arguments whose values set other forwards of such a pipeline apart. `head_config`
+    `told_apart_by` names arguments whose values set other forwards of such a pipeline apart. Above a
+    `guidance_scale` of `guided_above`, pipelines make a second branch. `head_config`
     and `head_dim_config` name the config's entries with the head count and size; a size that is a list is the
     sum.
     """
@@ -178,5 +179,6 @@ class ShardPlan:
     refused: tuple[Refused, ...] = ()
     stacked: bool = False
     told_apart_by: tuple[str, ...] = ()
+    guided_above: float = 1.0
     head_config: str = "num_attention_heads"
     head_dim_config: str = "attention_head_dim"

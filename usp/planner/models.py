@@ -17,6 +17,9 @@ from usp.plans.wan import WAN
 
 TEXT_TOKENS = 512  # Wan pads every prompt to this; the others allow as many
 LAYER_COUNTS = ("num_layers", "num_single_layers", "n_layers")  # what configs call them, summed
+# What pipelines call the pixels, and the frames, of a latent.
+SPATIAL = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_scale_factor")
+TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")
 ITEMSIZES = {
     "F64": 8,
     "F32": 4,
@@ -107,6 +110,7 @@ def workload_of_pipeline(pipeline: Any, model: nn.Module, arguments: Mapping[str
     """
     call = call_with_defaults(pipeline, arguments)
     config: Any = model.config
+    distilled = getattr(getattr(pipeline, "config", None), "is_distilled", False)
     images = call.get("image") if not hasattr(pipeline, "vae_scale_factor_spatial") else None
     pictures = 1 + (len(images) if isinstance(images, (list, tuple)) else images is not None)
     parts = [c for c in pipeline.components.values() if isinstance(c, nn.Module)]
@@ -114,7 +118,7 @@ def workload_of_pipeline(pipeline: Any, model: nn.Module, arguments: Mapping[str
         config,
         tokens=max(1, _tokens_of(pipeline, config, call) * pictures),
         itemsize=next(model.parameters()).element_size(),
-        branches=branches_of(call, config),
+        branches=branches_of(call, {**config, "is_distilled": distilled}, plan_for(model)),
         parameter_bytes=sum(p.numel() * p.element_size() for part in parts for p in part.parameters()),
         text_tokens=call.get("max_sequence_length") or TEXT_TOKENS,
         plan=plan_for(model),
@@ -127,31 +131,41 @@ def call_with_defaults(pipeline: Any, arguments: Mapping[str, Any]) -> dict[str,
     return defaults | dict(arguments)
 
 
-def branches_of(call: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-    """Guidance branches of a call with these arguments, by a model of this config.
+def branches_of(call: Mapping[str, Any], config: Mapping[str, Any], plan: ShardPlan = WAN) -> int:
+    """Guidance branches of a call with these arguments, by a model of this config and plan.
 
-    `true_cfg_scale` counts only beside a negative prompt; without it, a model that embeds its guidance has
-    one branch.
+    `true_cfg_scale` counts only beside a negative prompt; without it, a model that embeds its guidance, or
+    whose pipeline is distilled, has one branch.
     """
     if "true_cfg_scale" in call:
         negative = any(call.get(name) is not None for name in ("negative_prompt", "negative_prompt_embeds"))
         return 2 if negative and (call["true_cfg_scale"] or 1) > 1 else 1
-    if config.get("guidance_embeds"):
+    if config.get("guidance_embeds") or config.get("is_distilled"):
         return 1
-    return 2 if (call.get("guidance_scale") or 1) > 1 else 1
+    scale = call.get("guidance_scale")
+    return 2 if scale is not None and scale > plan.guided_above else 1
 
 
 def _tokens_of(pipeline: Any, config: Mapping[str, Any], call: Mapping[str, Any]) -> int:
     """Tokens of the picture that a call asks for."""
-    spatial = getattr(pipeline, "vae_scale_factor_spatial", None) or getattr(pipeline, "vae_scale_factor", 8)
-    temporal = getattr(pipeline, "vae_scale_factor_temporal", 4)
-    edge = getattr(pipeline, "default_sample_size", 128) * spatial
-    height, width = (call.get(name) or edge for name in ("height", "width"))
-    patch = config.get("patch_size")
+    spatial, temporal = _factor(pipeline, SPATIAL, 8), _factor(pipeline, TEMPORAL, 4)
+    edge = getattr(pipeline, "default_sample_size", 128)
+    height, width = (
+        call.get(name) or (config.get(f"sample_{name}") or edge) * spatial for name in ("height", "width")
+    )
+    patch: Any = config.get("patch_size")
+    if "patch_size_t" in config:  # a film, whose config has the two apart
+        patch = (config["patch_size_t"] or 1, patch, patch)
     if not isinstance(patch, (list, tuple)):  # an image model: 2 x 2 latents to a token, packed or by patches
         return (height // spatial // 2) * (width // spatial // 2)
-    frames = (((call.get("num_frames") or 1) - 1) // temporal + 1) // patch[0]
+    count = call.get("num_frames") or config.get("sample_frames") or 1
+    frames = ((count - 1) // temporal + 1) // patch[0]
     return frames * (height // spatial // patch[1]) * (width // spatial // patch[2])
+
+
+def _factor(pipeline: Any, names: tuple[str, ...], usual: int) -> int:
+    """The first of the pipeline's attributes `names` that is set; else the usual factor."""
+    return next((factor for name in names if (factor := getattr(pipeline, name, None))), usual)
 
 
 def parameter_bytes(folder: Path, itemsize: int) -> int:

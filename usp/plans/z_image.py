@@ -57,6 +57,7 @@ Z_IMAGE = ShardPlan(
         batched=("x", "t", "cap_feats", "siglip_feats", "image_noise_mask"),
     ),
     stacked=True,
+    guided_above=0.0,
     head_config="n_heads",
     head_dim_config="axes_dims",
 )
