@@ -160,6 +160,10 @@ def with_model(job: Job, facts: ModelFacts) -> Job:
     facts.check_size(**job.request.shape)
     check_call(job.request, facts)
     check_scheduler(job.options.scheduler, pipeline_class(job.request, facts))
+    if job.weights:
+        from usp.loading import check_weights  # which brings transformers
+
+        check_weights(facts.folder, job.weights)
     config = job.asked
     if config is not None and config.engine != "usp":
         split = Split((job.tokens,), config.sp_degree, config.ulysses_degree)

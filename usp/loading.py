@@ -62,21 +62,13 @@ def load_pipeline(
     def dtype(name: str) -> torch.dtype:
         return dtypes.get(name, dtypes["default"])
 
+    check_weights(folder, files)
     layout = detect(folder)
     if layout is not None:
-        if files:
-            raise ValueError(
-                f"{folder} holds {layout.name}; {', '.join(files)} can be replaced in diffusers folders"
-            )
         made, reports = load_original(layout, pipeline=pipeline, device=device, dtype=dtype)
         return cls(**made), reports
     made, reports = {}, {}
     index = _index(folder)
-    for name in files:
-        if not isinstance(index.get(name), list):
-            raise ValueError(
-                f"weights of {name!r} were given; {folder / 'model_index.json'} names no such component"
-            )
     for name, (library, class_name) in _models(index).items():
         made[name], report = _load_part(
             folder / name, library, class_name, device, dtype(name), files.get(name)
@@ -84,6 +76,32 @@ def load_pipeline(
         reports |= {name: report} if report else {}
     rest = {"dtype": dict(dtypes), "local_files_only": True, **parts_without_torchvision(folder)}
     return cls.from_pretrained(folder, **made, **rest), reports
+
+
+def check_weights(folder: Path, files: Mapping[str, str | Path]) -> None:
+    """Raise ValueError unless `files` are there, and each is for a model of diffusers in `folder`.
+
+    Reads names and the index only.
+    """
+    if not files:
+        return
+    if (layout := detect(folder)) is not None:
+        raise ValueError(
+            f"{folder} holds {layout.name}; {', '.join(files)} can be replaced in diffusers folders"
+        )
+    index = _index(folder)
+    models = _models(index)
+    for name, file in files.items():
+        kind = index.get(name)
+        if not isinstance(kind, list):
+            raise ValueError(
+                f"weights of {name!r} were given; {folder / 'model_index.json'} names no such component"
+            )
+        if models.get(name, ("", ""))[0] != "diffusers":
+            raise ValueError(
+                f"{file} was given for {name}, a {kind[1]}; files of diffusers' models are taken"
+            )
+        resolve_files(file)
 
 
 def quiet() -> None:
@@ -121,9 +139,7 @@ def _load_part(
             model._fix_state_dict_keys_on_load(tensors)  # names of old attention blocks
         return model, fill(model, tensors, device=device, dtype=dtype)
     if file is not None:
-        raise ValueError(
-            f"{file} was given for {folder.name}, a {class_name}; files of diffusers' models are taken"
-        )
+        raise ValueError(f"{file} was given for {folder.name}, which is quantised; leave the file out")
     model = cls.from_pretrained(folder, dtype=dtype, local_files_only=True)
     return model.to(device.torch_device), None
 

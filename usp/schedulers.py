@@ -236,7 +236,14 @@ def _lacks(pipeline: type, cls: type, settings: Any) -> str:
     takes = inspect.signature(cls.set_timesteps).parameters  # type: ignore[attr-defined]
     if makes_sigmas(pipeline) and not left_out and "sigmas" not in takes:
         return f"{pipeline.__name__} sets its own sigmas, which {cls.__name__} does not take"
+    # UniPC shifts what it is given by arithmetic on arrays (diffusers 0.42.1).
+    if _hands_a_list(pipeline) and {"use_flow_sigmas", "flow_shift"} <= _parameters(cls):
+        return f"{pipeline.__name__} hands its sigmas over as a list, which {cls.__name__} cannot shift"
     return ""
+
+
+def _hands_a_list(pipeline: type) -> bool:
+    return "get_default_z_image_sigmas" in _names_in_call(pipeline)
 
 
 def _passes_mu(pipeline: type) -> bool:

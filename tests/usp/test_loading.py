@@ -216,6 +216,8 @@ def test_weights_for_what_is_not_there_are_refused(tmp_path):
         ValueError, match="was given for text_encoder, a UMT5EncoderModel; files of diffusers'"
     ):
         load(MODEL_DIR, "WanPipeline", text_encoder=path)
+    with pytest.raises(ValueError, match=r"was given for tokenizer, a \w+; files of diffusers' models are"):
+        load(MODEL_DIR, "WanPipeline", tokenizer=path)
     with pytest.raises(
         ValueError, match=r"has no place for 'lora_A' \(.*file.safetensors: key 'lora_A'; 1 such\)"
     ):

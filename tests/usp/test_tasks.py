@@ -153,3 +153,15 @@ def test_weights_are_named_by_component():
     for wrong in (["file.safetensors"], ["=x"], ["vae="], ["vae=a", "vae=b"], ["a b=c"]):
         with pytest.raises(ValueError, match="were given; write each component once, as COMPONENT=FILE"):
             parse_weights(wrong)
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("transformer=nowhere/*.safetensors", r"nowhere/\*.safetensors is no checkpoint file here"),
+    ("foo=x.safetensors", r"weights of 'foo' were given; .*model_index.json names no such component"),
+    ("tokenizer=x.safetensors", "x.safetensors was given for tokenizer, a "),
+])  # fmt: skip
+def test_weights_are_checked_before_any_are_read(text, message):
+    """A file that is not there, and a component that takes none."""
+    options = JobOptions(weights=[text], device="cpu")
+    with pytest.raises(ValueError, match=f"^{message}"):
+        prepare(WAN_T2V, options)
