@@ -67,7 +67,8 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved
     mode = "interleave" if interleaved else "half"
     # The operator rounds the tables to x's dtype; angles in half precision are another rotation.
     there = x.float().contiguous(), cos.float().contiguous(), sin.float().contiguous()
-    return torch.ops.npu.npu_rotary_mul(*there, rotary_mode=mode).to(x.dtype)
+    turned = torch.ops.npu.npu_rotary_mul(*there, rotary_mode=mode)
+    return turned.to(x.dtype)
 
 
 def rotary_limit(

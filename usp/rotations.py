@@ -14,8 +14,8 @@ class Rotation:
     """How a processor of diffusers rotates: by the argument `angles`, right behind the named norms.
 
     `tables` makes each norm's cos and sin from the angles, the number of text tokens, and whether these are
-    joined to the others before the norms. With `heads_first` norms see (B, H, S, D); with `complex` the angles
-    are complex numbers.
+    joined to the others before the norms. With `heads_first` norms see (B, H, S, D); with `complex` all
+    angles are complex numbers.
     """
 
     angles: str

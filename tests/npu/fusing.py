@@ -1,7 +1,10 @@
 """What ranks on simulated NPUs run to compare the vendor's fused norms and rotations with the plain forms."""
 
+import ast
 import contextlib
 import copy
+import inspect
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +19,7 @@ from tests.npu import bodies
 from tests.npu.bodies import device, error_text
 from usp.demo import tiny
 from usp.fusing import Fused, fuse
+from usp.pipeline import ParallelPipeline
 from usp.plans import PLANS, plan_for
 from usp.trees import map_tensors, tensors_in
 
@@ -252,3 +256,32 @@ def unet_with(mode: str) -> str:
 def demo(layout: str, mode: str) -> Any:
     """`bodies.demo` with or without fused operators."""
     return bodies.demo(layout, fused=mode)
+
+
+def options_when_weights_move() -> list[tuple[bool, str]]:
+    """Whether just-in-time compiling is off, and private formats, whenever a transformer's tensors move."""
+    npu: Any = torch.get_device_module("npu")
+    npu.set_compile_mode(jit_compile=True)
+    npu.config.allow_internal_format = True
+    pipeline, seen = tiny.build("wan-t2v"), []
+    apply = pipeline.transformer._apply
+
+    def watched(*args: Any, **kwargs: Any) -> nn.Module:
+        formats = sys.modules["torch_npu"]._C._npu_getOption("ALLOW_INTERNAL_FORMAT")  # no public way
+        seen.append((npu.is_jit_compile_false(), formats.decode()))
+        return apply(*args, **kwargs)
+
+    pipeline.transformer._apply = watched
+    ParallelPipeline(pipeline, "auto").close()
+    return seen
+
+
+def keywords() -> dict[str, list[str]]:
+    """Which arguments each call of an operator in `runtime.fused` names, by operator."""
+    found = {}
+    for node in ast.walk(ast.parse(inspect.getsource(fused))):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("torch.ops.npu."):
+            name = ast.unparse(node.func).removeprefix("torch.ops.npu.")
+            arguments = [a.name for a in getattr(torch.ops.npu, name).default._schema.arguments]
+            found[name] = [str(k.arg) for k in node.keywords if k.arg in arguments]
+    return found
