@@ -45,6 +45,8 @@ LEVELS = {
     "refusing": 5,
     "adapter": 6,
     "assembly": 7,
+    "fusing": 6.5,
+    "rotations": 5,
     "agreement": 0,
     "joining": 6,
     "calls": 6,

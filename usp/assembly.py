@@ -16,6 +16,7 @@ from usp.branches import Branches
 from usp.cache import FirstBlockCache, cached
 from usp.cfg_parallel import BranchExchange, CfgParallel
 from usp.config import CacheConfig, ParallelConfig
+from usp.fusing import Fused, fuse
 from usp.mesh import Groups
 from usp.plans import check_sequence, head_dim_of, heads_of, plan_for
 
@@ -28,6 +29,7 @@ class Applied:
 
     model: Any
     shard: Sharded | None = None
+    fused: Fused | None = None
     branches: Branches | None = None
     cache: FirstBlockCache | None = None
     cfg: CfgParallel | None = None
@@ -35,7 +37,7 @@ class Applied:
     @property
     def parts(self) -> list[Any]:
         """What is applied, the outermost first, which is the order to take it off."""
-        return [p for p in (self.cfg, self.cache, self.branches, self.shard) if p is not None]
+        return [p for p in (self.cfg, self.cache, self.branches, self.fused, self.shard) if p is not None]
 
 
 @dataclass
@@ -134,6 +136,8 @@ class Assembly:
             if one.shard:
                 kernel = self.attention.chosen_kernel(one.model.dtype, head_dim_of(one.model), device)
                 rows.append(("kernel", kernel))
+            if one.fused:
+                rows.append(("fused", str(one.fused)))
             if one.cache:
                 rows.append(("cache", str(one.cache.config)))
         return rows
@@ -147,10 +151,13 @@ def assemble(
     kernel: str = "auto",
     cache: CacheConfig | None = None,
     strict: bool = False,
+    fused: str = "auto",
+    device_type: str = "cpu",
 ) -> Assembly:
-    """Apply plans, cache and cfg parallel to the named transformers, alike on all ranks.
+    """Apply plans, cache, cfg parallel and fused operators to the named transformers, alike on all ranks.
 
-    Takes over `groups`. Raises ValueError, leaving the models as they were, for what does not fit.
+    `fused` is auto, on or off; `device_type` is where the transformers run. Takes over `groups`.
+    Raises ValueError, leaving the models as they were, for what does not fit.
     """
     external = external_attention(config, groups, kernel=kernel)
     exchange = BranchExchange(groups.cfg) if config.cfg_degree > 1 else None
@@ -159,6 +166,7 @@ def assemble(
         for name, model in models.items():
             made.applied[name] = one = Applied(model)
             _apply(one, made, cache, strict)
+            one.fused = fuse(model, plan_for(model), fused, device_type)
     except BaseException:
         made.close()
         raise

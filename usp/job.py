@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from runtime.device import Device, detect_device
+from runtime.fused import check_fused
 from runtime.hub import HubError, check_hub
 from runtime.log import get_logger
 from runtime.process_group import RankEnv, World, read_hub, read_rank_env
@@ -92,7 +93,13 @@ class Job:
         """The pipeline on all ranks, as the options want it. Collective."""
         options = self.options
         return ParallelPipeline(
-            plain, config, kernel=options.kernel, cache=self.cache, strict=options.strict, world=world
+            plain,
+            config,
+            kernel=options.kernel,
+            cache=self.cache,
+            fused=options.fused,
+            strict=options.strict,
+            world=world,
         )
 
 
@@ -110,6 +117,7 @@ def prepare(task: Task, options: JobOptions, *, fps: int | None = None) -> Job:
     asked = choose_parallel(options.parallel, options.attention, options.transport, env.world_size)
     here = _own_device(options.device, env)
     check_kernel(options.kernel, here.kind)
+    check_fused(options.fused, here.kind)
     if options.link is not None:
         parse_link(options.link)
     if asked is not None and asked.engine != "usp":

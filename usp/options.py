@@ -39,6 +39,10 @@ AttentionName = Annotated[
     ),
 ]
 Kernel = Annotated[str, typer.Option(help="Local attention kernel, or auto.", rich_help_panel=PARALLEL)]
+FusedMode = Annotated[
+    str,
+    typer.Option("--fused", help="Vendor's norms and rotations: auto, on, off.", rich_help_panel=PARALLEL),
+]
 Transport = Annotated[
     str,
     typer.Option(help="auto; all_to_all or p2p if the other is broken.", rich_help_panel=PARALLEL),
@@ -124,6 +128,7 @@ class JobOptions:
     parallel: ParallelText = "auto"
     attention: AttentionName = None
     kernel: Kernel = "auto"
+    fused: FusedMode = "auto"
     transport: Transport = "auto"
     link: LinkName = None
     strict: Strict = False

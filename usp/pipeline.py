@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from runtime.fused import check_fused
 from runtime.log import get_logger
 from runtime.process_group import World, communicator_bytes
 from runtime.report import format_report, start_rows
@@ -36,9 +37,10 @@ class ParallelPipeline:
     read and to set. The pipeline is moved to this rank's device unless it is offloaded.
 
     `parallel` is "auto", a spelling such as "ulysses2 ring2", or a ParallelConfig; `kernel` names the local
-    attention kernel. `cache` is a threshold or a CacheConfig (`usp.cache`), off by default. With `strict` a
-    cfg axis that a call leaves idle is an error instead of a warning. A process group that exists is used and
-    left alone, else one is made and ended by `close()`. All ranks must make it, and call it, alike: same
+    attention kernel. `cache` is a threshold or a CacheConfig (`usp.cache`), off by default. `fused` is
+    "auto", "on" or "off": norms and rotations by the device's fused operators (`usp.fusing`). With `strict`
+    a cfg axis that a call leaves idle is an error instead of a warning. A process group that exists is used
+    and left alone, else one is made and ended by `close()`. All ranks must make it, and call it, alike: same
     weights, same arguments; both are checked. Raises ValueError, on all ranks, for a model without a plan,
     degrees that do not fit, or ranks that differ.
     """
@@ -54,6 +56,7 @@ class ParallelPipeline:
         timeout_s: float | None = None,
         strict: bool = False,
         cache: CacheConfig | float | None = None,
+        fused: str = "auto",
     ) -> None:
         if world is not None and (device is not None or world.group not in (None, default_group())):
             raise ValueError(
@@ -76,7 +79,8 @@ class ParallelPipeline:
         for model in self._models.values():
             check_sequence(model, self.parallel.sp_degree)
         self._auto: Auto | None = None
-        self._options: dict[str, Any] = {"kernel": kernel, "cache": _cache_config(cache), "strict": strict}
+        self._options: dict[str, Any] = {"kernel": kernel, "cache": _cache_config(cache)}
+        self._options |= {"strict": strict, "fused": fused}
         self.world = world or join(device, timeout_s or 600.0)
         self._timeout_s = timeout_s or self.world.timeout_s
         try:
@@ -92,6 +96,7 @@ class ParallelPipeline:
     def _check_ranks(self, asked: str) -> None:
         """What all ranks must hold alike; puts the pipeline on this rank's device."""
         check_kernel(self._options["kernel"], self.world.device.kind)
+        check_fused(self._options["fused"], self.world.device.kind)
         self.world.agree((asked, self.parallel.transport, str(self._options)), "the parallel configuration")
         move_pipeline(self.pipeline, self.world)
         self._agree_on_weights()
@@ -106,7 +111,9 @@ class ParallelPipeline:
 
     def _go_parallel(self) -> None:
         groups = make_groups(self.parallel, rank=self.world.rank, timeout_s=self._timeout_s)
-        self._assembly = assemble(self._models, self.parallel, groups, **self._options)
+        self._assembly = assemble(
+            self._models, self.parallel, groups, device_type=self.world.device.kind, **self._options
+        )
         for model in self._models.values():
             self._handles.append(model.register_forward_pre_hook(self._before_forward, prepend=True))
         rows = [*start_rows(self.world), ("parallel", str(self.parallel))]

@@ -13,6 +13,7 @@ from tests.npu.kernels import RULES
 from tests.simulated import CALLS, device_of, on_device, on_host, tensors_in
 
 MAX = 2147483647
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 COMPRESSED = 2048  # the side of the mask that sparse modes 2 to 4 want
 _library = torch.library.Library("npu", "IMPL")
 _aten = torch.library.Library("aten", "IMPL")
@@ -283,6 +284,8 @@ def npu_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The normed input in its dtype, and fp32 1 / rms with size-1 tail."""
     refuse_unless(gamma is not None and gamma.dtype == input.dtype, "gamma must have the dtype of the input")
+    refuse_unless(input.dtype in FLOATS and 2 <= input.ndim <= 8, f"{input.dtype} of {input.ndim} dims")
+    refuse_unless(0 not in input.shape, "an empty tensor")
     tail = gamma.ndim
     refuse_unless(gamma.shape == input.shape[-tail:], "gamma must have the shape of the input's tail")
     device, (x, weight) = prepare("npu_rms_norm", [input, gamma])
@@ -297,6 +300,8 @@ def npu_rotary_mul(
 ) -> torch.Tensor:
     """Rotary embedding of a 4-D tensor with cos r1 and sin r2 of the full head dim."""
     refuse_unless(rotary_mode in ("half", "interleave"), f"rotary_mode {rotary_mode}")
+    refuse_unless({input.dtype, r1.dtype, r2.dtype} <= set(FLOATS), f"{input.dtype} with {r1.dtype}")
+    refuse_unless(0 not in input.shape, "an empty tensor")
     refuse_unless(input.ndim == r1.ndim == r2.ndim == 4 and r1.shape == r2.shape, "4-D tensors, cos like sin")
     dim = input.shape[3]
     refuse_unless(

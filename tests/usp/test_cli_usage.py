@@ -143,6 +143,8 @@ REFUSALS: dict[str, str] = {
         "kernel='cuda-flash' runs on cuda only; this rank's device is cpu; use auto or one of "
         "cpu-flash, plain"
     ),
+    "wan-t2v --fused on": "fused=on on cpu; only npu has fused norms and rotations; use auto or off",
+    "wan-t2v --fused yes": "fused='yes' was given; use one of auto, on, off",
     "wan-t2v --transport tcp": "transport='tcp' is not known; use one of auto, all_to_all, p2p",
     "wan-t2v --scheduler ddim": (
         "scheduler 'ddim' was given; the model of WanPipeline predicts a flow, which it does not serve; use "

@@ -1,0 +1,132 @@
+"""Fused RMSNorm and rotary embedding of the vendors that have them, and the plain form of each.
+
+Each function picks the vendor's operator by device, dtype and shape, and gives the plain form's result either
+way; `..._limit` says in words why an operator cannot serve a call. Only Ascend has operators here. Source:
+torch_npu 2.13.0, `_op_plugin_docs.py`; they are in `torch.ops` once that package is imported.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+KINDS = ("npu",)  # devices with fused operators
+MODES = ("auto", "on", "off")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM = 895
+MAX_ROWS = 999  # batch x heads if interleaved, else each of them
+
+
+def check_fused(mode: str, kind: str) -> None:
+    """Raise ValueError unless `mode` is auto, on or off, and can be had on a device of this kind."""
+    if mode not in MODES:
+        raise ValueError(f"fused={mode!r} was given; use one of {', '.join(MODES)}")
+    if mode == "on" and kind not in KINDS:
+        raise ValueError(
+            f"fused=on on {kind}; only {', '.join(KINDS)} has fused norms and rotations; use auto or off"
+        )
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight, the mean over the last dim; in the wider dtype of x and weight.
+
+    `weight` is as long as the last dim; without it the norm is not scaled. Half inputs are summed in fp32.
+    """
+    if rms_norm_limit(x, weight) is not None:
+        wide = x if weight is None else x.to(torch.promote_types(x.dtype, weight.dtype))
+        return F.rms_norm(wide, wide.shape[-1:], None if weight is None else weight.to(wide.dtype), eps)
+    weight = x.new_ones(x.shape[-1]) if weight is None else weight
+    dtype = torch.promote_types(x.dtype, weight.dtype)  # the operator wants one
+    return torch.ops.npu.npu_rms_norm(x.to(dtype).contiguous(), weight.to(dtype), epsilon=eps)[0]
+
+
+def rms_norm_limit(x: torch.Tensor, weight: torch.Tensor | None) -> str | None:
+    """Why the vendor's RMSNorm cannot serve this call, or None."""
+    if x.device.type not in KINDS:
+        return f"{x.device.type} has no fused norm"
+    for tensor in (x,) if weight is None else (x, weight):
+        if tensor.dtype not in DTYPES:
+            return f"the fused norm does not take {_name(tensor.dtype)}"
+    if weight is not None and (weight.device != x.device or weight.shape != x.shape[-1:]):
+        return f"the fused norm takes a weight of the last dim on {x.device}, not {_text(weight)}"
+    if not 2 <= x.ndim <= 8:
+        return f"the fused norm takes 2 to 8 dims, not {x.ndim}"
+    return "the fused norm takes no empty tensor" if 0 in x.shape else None
+
+
+def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
+    """x * cos + turned(x) * sin in x's dtype, computed in fp32.
+
+    All are 4-D; the tables broadcast to x, have the whole head dim as last one, and values in [-1, 1].
+    `turned` takes each pair (a, b) to (-b, a): pairs are neighbours if `interleaved`, else D/2 apart.
+    """
+    limit = rotary_limit(x.shape, x.dtype, x.device.type, cos, sin, interleaved=interleaved)
+    if limit is not None:
+        return plain_rotary(x, cos, sin, interleaved=interleaved)
+    mode = "interleave" if interleaved else "half"
+    # The operator rounds the tables to x's dtype; angles in half precision are another rotation.
+    there = x.float().contiguous(), cos.float().contiguous(), sin.float().contiguous()
+    turned = torch.ops.npu.npu_rotary_mul(*there, rotary_mode=mode)
+    return turned.to(x.dtype)
+
+
+def rotary_limit(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    kind: str,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    interleaved: bool,
+) -> str | None:
+    """Why the vendor's rotation cannot serve a tensor of this shape, dtype and kind of device, or None."""
+    if kind not in KINDS:
+        return f"{kind} has no fused rotation"
+    for given in (dtype, cos.dtype, sin.dtype):
+        if given not in DTYPES:
+            return f"the fused rotation does not take {_name(given)}"
+    if len(shape) != 4 or cos.ndim != 4 or cos.shape != sin.shape:
+        return f"the fused rotation takes 4 dims and equal tables, not {len(shape)} with {_text(cos)}"
+    if 0 in shape:
+        return "the fused rotation takes no empty tensor"
+    if shape[3] % 2 or shape[3] > MAX_HEAD_DIM or cos.shape[3] != shape[3]:
+        return (
+            f"the fused rotation takes even head dims to {MAX_HEAD_DIM} and whole tables, not {shape[3]} "
+            f"with {cos.shape[3]}"
+        )
+    return _table_limit(shape, cos, interleaved)
+
+
+def _table_limit(shape: Sequence[int], cos: torch.Tensor, interleaved: bool) -> str | None:
+    """Why the operator cannot take tables of this shape, which must be one for all samples and heads."""
+    long = [place for place in range(3) if cos.shape[place] != 1]
+    if len(long) > 1 or any(cos.shape[place] != shape[place] for place in long):
+        return (
+            f"the fused rotation takes one table for all samples and heads of {tuple(shape)}, "
+            f"not {_text(cos)}"
+        )
+    rows = [shape[place] for place in range(3) if place not in long]  # batch and heads
+    if (math.prod(rows) if interleaved else max(rows)) > MAX_ROWS:
+        how = "batch x heads" if interleaved else "batch and heads"
+        return f"the fused rotation takes {how} to {MAX_ROWS}, not {' x '.join(map(str, rows))}"
+    return None
+
+
+def plain_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
+    """`rotary` in torch's operators, for any device; fp64 stays fp64."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    if interleaved:
+        turned = torch.stack((-wide[..., 1::2], wide[..., ::2]), dim=-1).flatten(-2)
+    else:
+        low, high = wide.chunk(2, dim=-1)
+        turned = torch.cat((-high, low), dim=-1)
+    return (wide * cos + turned * sin).to(x.dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _text(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} on {tensor.device}"

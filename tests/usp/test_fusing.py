@@ -1,0 +1,126 @@
+"""Fusing where a device has no operators: nothing is touched. With them: tests/npu/test_fused.py."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from diffusers.models.normalization import RMSNorm
+
+from tests import tiny
+from tests.usp.in_ranks import SEED
+from usp.demo import tiny as families
+from usp.fusing import Fused, fuse, plain_norm
+from usp.pipeline import ParallelPipeline
+from usp.plans import plan_for
+
+
+def traces(model):
+    """What hooks and replaced forwards leave on modules."""
+    found = []
+    for name, module in model.named_modules():
+        hooks = {key: len(value) for key, value in module.__dict__.items() if "_hooks" in key}
+        found.append((name, sorted(module.__dict__), hooks))
+    return found
+
+
+@pytest.mark.parametrize("mode", ["auto", "off"])
+def test_on_the_cpu_nothing_is_put_on_a_model(mode):
+    """Not one hook or forward, and the report has no row of it."""
+    model = tiny.transformer()
+    before = traces(model)
+    assert fuse(model, plan_for(model), mode, "cpu") is None
+    assert traces(model) == before
+
+
+def test_on_the_cpu_auto_is_off_bit_for_bit(caplog):
+    """The same result, and no line of the report says fused."""
+    caplog.set_level(logging.INFO)
+    results = []
+    for mode in ("auto", "off"):
+        with ParallelPipeline(tiny.build("t2v"), fused=mode) as pipe:
+            results.append(np.asarray(pipe(**tiny.call("t2v"), seed=SEED).frames))
+    assert np.array_equal(*results)
+    assert "fused" not in caplog.text
+
+
+def test_on_is_an_error_that_names_a_device_without_operators():
+    """Before anything is put on the pipeline, which is left whole."""
+    pipeline = tiny.build("t2v")
+    before = traces(pipeline.transformer)
+    with pytest.raises(ValueError, match="fused=on on cpu; only npu has fused norms and rotations"):
+        ParallelPipeline(pipeline, fused="on")
+    assert traces(pipeline.transformer) == before
+
+
+@pytest.mark.parametrize("family", ["wan-t2v", "flux", "qwen-image", "hunyuan-video", "cogvideox", "sd3"])
+def test_hooks_change_nothing_where_the_operators_refuse_and_come_off(family):
+    """Put on a model on the CPU by hand, each call is handed back; `close`, twice, leaves no trace."""
+    model = families.build(family).transformer
+    before = traces(model)
+    made = Fused(model, plan_for(model))
+    assert traces(model) != before
+    norms = [m for m in model.modules() if "forward" in m.__dict__]
+    assert len(norms) == made.norms
+    for norm in norms:
+        x = torch.randn(2, 3, norm.weight.shape[0], generator=torch.Generator().manual_seed(0))
+        assert torch.equal(norm(x), type(norm).forward(norm, x))
+    made.close()
+    made.close()
+    assert traces(model) == before
+
+
+def test_calls_that_are_handed_back_are_the_models_own_bit_for_bit():
+    """A whole pipeline on the CPU with everything hooked by hand."""
+    results = []
+    for hooked in (False, True):
+        pipeline = tiny.build("t2v")
+        pipeline.set_progress_bar_config(disable=True)
+        made = Fused(pipeline.transformer, plan_for(pipeline.transformer)) if hooked else None
+        generator = torch.Generator().manual_seed(SEED)
+        results.append(np.asarray(pipeline(**tiny.call("t2v"), generator=generator).frames))
+        assert made is None or made.rotations
+    assert np.array_equal(*results)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_plain_norm_is_that_of_diffusers_bit_for_bit(bias, weights, dtype):
+    """It stands in for its forward, which would call the vendor's operator with what that refuses."""
+    for affine in (True, False):
+        norm = RMSNorm(24, 1e-5, affine, bias).to(weights)
+        for parameter in norm.parameters():
+            torch.nn.init.uniform_(parameter, 0.5, 2.0, torch.Generator().manual_seed(3))
+        x = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(2)).to(dtype)
+        got, want = plain_norm(norm, x), norm(x)
+        assert got.dtype == want.dtype
+        assert torch.equal(got, want)
+
+
+def test_a_norm_that_another_hook_has_replaced_is_left():
+    """As sequential offload does; and a forward that was wrapped since is the plain one after `close`."""
+    model = tiny.transformer()
+    offloaded, wrapped = model.blocks[0].attn1.norm_q, model.blocks[0].attn1.norm_k
+    offloaded.forward = offloaded.forward
+    made = Fused(model, plan_for(model))
+    assert made.left == {"a norm whose forward another hook has replaced": 1}
+    ours = wrapped.forward
+    wrapped.forward = lambda x: ours(x)
+    made.close()
+    assert "forward" in wrapped.__dict__
+    x = torch.randn(1, 2, wrapped.weight.shape[0])
+    assert torch.equal(wrapped(x), torch.nn.RMSNorm.forward(wrapped, x))
+
+
+def test_a_processor_of_ones_own_keeps_its_rotation():
+    """Said in the report, and left alone."""
+    model = tiny.transformer()
+
+    class Mine(type(model.blocks[0].attn1.processor)):
+        """Rotates in its own way, who knows."""
+
+    model.blocks[0].attn1.set_processor(Mine())
+    made = Fused(model, plan_for(model))
+    assert str(made) == "8 norms and 2 rotations fused; 1 not: Mine is not a processor that we know"
+    made.close()

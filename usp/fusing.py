@@ -1,0 +1,247 @@
+"""A transformer's RMSNorms and rotary embeddings, computed by the device's fused operators until closed.
+
+From outside, like the adapter: no class, module-level function or processor is replaced. A norm gets a
+forward of its own instance. Rotations are formulas inside diffusers' processors, right behind the norms of
+query and key (`usp.rotations`); so the attention is called without its angles, and hooks on those norms
+rotate what they give: the same numbers, one module earlier. What an operator refuses is left as it was and
+said once; but complex angles become real in any case, as complex products may run on the host.
+"""
+
+import functools
+import inspect
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from diffusers.models.normalization import RMSNorm
+from torch import nn
+
+from runtime import fused
+from runtime.log import get_logger
+from usp.adapter import matching
+from usp.plan import ShardPlan
+from usp.rotations import ROTATIONS, UNSERVED, Rotation, Tables
+
+logger = get_logger(__name__)
+
+NORMS = (nn.RMSNorm, RMSNorm)
+SMALLEST = torch.finfo(torch.float32).eps  # what torch adds where a norm's eps is None
+
+
+def fuse(model: nn.Module, plan: ShardPlan, mode: str, kind: str) -> "Fused | None":
+    """Fuse what `mode` ("auto", "on", "off") asks for on a device of this kind; None if that is nothing.
+
+    Raises ValueError, leaving the model as it was, if "on" finds nothing to fuse.
+    """
+    fused.check_fused(mode, kind)
+    if kind not in fused.KINDS:
+        return None
+    made = Fused(model, plan, fusing=mode != "off")
+    if mode == "on" and not made.norms and not made.rotations:
+        made.close()
+        raise ValueError(
+            f"fused=on, and {type(model).__name__} has no norm or rotation that a fused operator computes "
+            f"({made}); use fused=auto"
+        )
+    return made
+
+
+class Fused:
+    """A model with its norms and rotations fused, or with `fusing` False kept plain; `close()` undoes it.
+
+    `norms` and `rotations` are how many there are: as many calls of the vendor's operators in a forward of
+    the whole model, where each takes what comes. Says so itself, as text.
+    """
+
+    def __init__(self, model: nn.Module, plan: ShardPlan, *, fusing: bool = True) -> None:
+        self.norms = self.rotations = 0
+        self.left: dict[str, int] = {}  # why a norm or a rotation was left as it was, and how many
+        self._name, self._fusing = type(model).__name__, fusing
+        self._said: set[str] = set()
+        self._forwards: list[tuple[nn.Module, Any]] = []
+        self._handles: list[Any] = []
+        # The tables of the forward at hand: of which angles, with which text, for which norms.
+        self._made: tuple[Any, tuple[int, bool], tuple[Tables, ...]] | None = None
+        for norm in model.modules():
+            if type(norm) in NORMS:
+                self._take_norm(norm)
+        planned = [m for entry in plan.attentions for _, m in matching(model, entry.modules)]
+        for module in model.modules() if fusing else ():
+            known = _processor_of(module) in ROTATIONS and not getattr(module, "is_cross_attention", False)
+            if known or module in planned:
+                self._take_rotation(module)
+
+    def close(self) -> None:
+        """Give the model back as it was. May be called again."""
+        for norm, forward in self._forwards:
+            if norm.__dict__.get("forward") is forward:
+                del norm.__dict__["forward"]
+        self._fusing = False  # a forward that an offload hook has wrapped since stays, and is the plain one
+        for handle in self._handles:
+            handle.remove()
+        self._forwards.clear()
+        self._handles.clear()
+        self._made = None
+
+    def __str__(self) -> str:
+        counts = f"{self.norms} norms and {self.rotations} rotations fused" if self._fusing else "off"
+        left = ", ".join(f"{number} not: {why}" for why, number in self.left.items())
+        return f"{counts}; {left}" if left else counts
+
+    def _take_norm(self, norm: Any) -> None:
+        """Give one norm a forward; the library's own might call the vendor's operator, on what it refuses."""
+        if not self._fusing and type(norm) is nn.RMSNorm:
+            return None
+        if "forward" in norm.__dict__:
+            return self._leave("a norm whose forward another hook has replaced")
+        norm.forward = functools.partial(_norm_forward, self, norm)
+        self._forwards.append((norm, norm.forward))
+        self.norms += self._fusing
+        return None
+
+    def norm(self, norm: Any, x: torch.Tensor) -> torch.Tensor:
+        """What the norm's own forward gives, by the vendor's operator where that takes it."""
+        limit = fused.rms_norm_limit(x, norm.weight) if self._fusing else "off"
+        if limit is not None:
+            if self._fusing:
+                self._say(limit)
+            return nn.RMSNorm.forward(norm, x) if type(norm) is nn.RMSNorm else plain_norm(norm, x)
+        out = fused.rms_norm(x, norm.weight, norm.eps if norm.eps is not None else SMALLEST)
+        out = out.to(norm_dtype(norm, x))
+        bias = getattr(norm, "bias", None)
+        return out if bias is None else out + bias
+
+    def _take_rotation(self, attention: Any) -> None:
+        """Hook one attention and its norms, if its processor is a known one."""
+        processor = _processor_of(attention)
+        rotation = ROTATIONS.get(processor)
+        if rotation is None:
+            return self._leave(f"{processor} {UNSERVED.get(processor, 'is not a processor that we know')}")
+        norms = [name for name in rotation.norms if isinstance(getattr(attention, name, None), nn.Module)]
+        if norms[:2] != list(rotation.norms[:2]):
+            return self._leave(f"{processor} without norms of query and key")
+        rotated = _Rotated(rotation, norms, inspect.signature(attention.forward))
+        before = functools.partial(self._before, rotated)
+        self._handles.append(attention.register_forward_pre_hook(before, with_kwargs=True))
+        self._handles.append(attention.register_forward_hook(rotated.after, always_call=True))
+        for name in norms:
+            hook = functools.partial(rotated.rotate, name)
+            self._handles.append(getattr(attention, name).register_forward_hook(hook))
+        self.rotations += len(norms)
+        return None
+
+    def _before(
+        self, rotated: "_Rotated", attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Take the angles out of a call and keep them for the norms, unless the operator refuses them."""
+        rotated.pending.clear()
+        bound = rotated.signature.bind(*args, **kwargs)
+        name = rotated.rotation.angles
+        place = _holder(name, bound)
+        if place is None or ROTATIONS.get(_processor_of(attention)) is not rotated.rotation:
+            return None
+        found = self._tables(rotated.rotation, attention, place[name], bound.arguments)
+        assert len(found) == len(rotated.norms), f"{len(found)} tables for {rotated.norms}"
+        for tables in found:
+            limit = _limit(rotated.rotation, attention, bound.arguments["hidden_states"], tables)
+            if limit is not None:
+                self._say(limit)
+                if not rotated.rotation.complex:  # else plainly by `fused.rotary`, in real numbers
+                    return None
+        rotated.pending.update(zip(rotated.norms, found, strict=True))
+        place[name] = None
+        return bound.args, bound.kwargs
+
+    def _tables(
+        self, rotation: Rotation, attention: Any, angles: Any, arguments: dict[str, Any]
+    ) -> tuple[Tables, ...]:
+        """The tables of these angles, made once for all attentions that get the same object."""
+        text = arguments.get("encoder_hidden_states")
+        joined = getattr(attention, "add_q_proj", None) is None
+        key = (0 if text is None else text.shape[1], joined)
+        if self._made is None or self._made[0] is not angles or self._made[1] != key:
+            self._made = angles, key, rotation.tables(angles, *key)
+        return self._made[2]
+
+    def _leave(self, why: str) -> None:
+        self.left[why] = self.left.get(why, 0) + 1
+
+    def _say(self, why: str) -> None:
+        """Log once why an operator handed a call back."""
+        if why not in self._said:
+            self._said.add(why)
+            logger.info("%s: computed plainly: %s", self._name, why)
+
+
+@dataclass
+class _Rotated:
+    """One attention whose norms rotate; `pending` has the tables of the norms that have not run yet."""
+
+    rotation: Rotation
+    norms: list[str]
+    signature: inspect.Signature
+    pending: dict[str, Tables] = field(default_factory=dict)
+
+    def rotate(self, name: str, norm: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> Any:
+        """A norm's hook: what it gives, rotated; (B, S, H x D) is rotated by heads."""
+        tables = self.pending.pop(name, None)
+        if tables is None:
+            return None
+        x = output if output.ndim == 4 else output.unflatten(-1, (-1, tables[0].shape[-1]))
+        return fused.rotary(x, *tables, interleaved=True).reshape(output.shape)
+
+    def after(self, attention: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """The attention's hook, also after an error."""
+        missed = list(self.pending)
+        self.pending.clear()
+        if missed and output is not None:
+            raise RuntimeError(
+                f"{', '.join(missed)} of {type(attention).__name__} did not run, so its query and key were "
+                "not rotated; the installed diffusers differs from the one this is for; use fused=off"
+            )
+
+
+def _limit(rotation: Rotation, attention: Any, hidden_states: torch.Tensor, tables: Tables) -> str | None:
+    """Why the operator cannot rotate what a norm of this attention will give, or None."""
+    batch, heads, (rows, columns, dim) = hidden_states.shape[0], attention.heads, tables[0].shape[1:]
+    shape = (batch, heads, columns, dim) if rotation.heads_first else (batch, rows, heads, dim)
+    kind = hidden_states.device.type
+    return fused.rotary_limit(shape, hidden_states.dtype, kind, *tables, interleaved=True)
+
+
+def _processor_of(attention: Any) -> str:
+    return type(getattr(attention, "processor", None)).__name__
+
+
+def _holder(name: str, bound: inspect.BoundArguments) -> dict[str, Any] | None:
+    """The dict that holds an argument which is not None: the bound ones, or those of a `**kwargs`."""
+    inner = [value for value in bound.arguments.values() if isinstance(value, dict)]
+    return next((d for d in (bound.arguments, *inner) if d.get(name) is not None), None)
+
+
+def _norm_forward(owner: Fused, norm: Any, x: torch.Tensor) -> torch.Tensor:
+    """A norm's forward while it is fused. Module and owner are arguments, so that copies have their own."""
+    return owner.norm(norm, x)
+
+
+def norm_dtype(norm: Any, x: torch.Tensor) -> torch.dtype:
+    """The dtype that a norm gives: torch's keeps its input's, that of diffusers goes by its weight."""
+    if type(norm) is nn.RMSNorm or norm.weight is None:
+        return x.dtype
+    if norm.weight.dtype in (torch.float16, torch.bfloat16):
+        return norm.weight.dtype
+    return torch.promote_types(x.dtype, norm.weight.dtype)
+
+
+def plain_norm(norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
+    """The norm of diffusers in torch's operators.
+
+    Its own forward calls the vendor's operator wherever torch_npu is installed, also on mixed dtypes, which
+    that does not take. Source: diffusers 0.42.1, `models/normalization.py`.
+    """
+    normed = x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + norm.eps)
+    if norm.weight is None:
+        return normed.to(x.dtype)
+    half = norm.weight.dtype in (torch.float16, torch.bfloat16)
+    scaled = (normed.to(norm.weight.dtype) if half else normed) * norm.weight
+    return scaled if norm.bias is None else scaled + norm.bias
