@@ -167,6 +167,8 @@ at::Tensor& set_(at::Tensor& self, at::Storage storage, c10::SymInt offset, c10:
   return at::cpu::set_(self, storage, offset.guard_int(__FILE__, __LINE__), C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
 }
 
+at::Tensor& set_whole(at::Tensor& self, at::Storage storage) { return at::cpu::set_(self, storage); }
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("empty.memory_format", &empty);
   library.impl("empty_strided", &empty_strided);
@@ -176,6 +178,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_reshape_alias", &reshape_alias);
   library.impl("resize_", &resize_);
   library.impl("set_.source_Storage_storage_offset", &set_);
+  library.impl("set_.source_Storage", &set_whole);
 }
 
 const bool registered = [] {

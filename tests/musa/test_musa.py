@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.npu import bodies
+from tests.usp import test_lora
 from tests.usp.in_ranks import SEED, Case, alone, seeded
 from usp.demo import DEFAULTS
 
@@ -60,3 +61,20 @@ def test_the_bundled_model_matches_the_cpu(musa):
     film = pipeline(DEFAULTS.prompt, output_type="np", generator=seeded(SEED), **bodies.DEMO).frames
     for result, _, _ in musa(2).run(bodies.demo, "ulysses2"):
         assert np.abs(result - film).max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("threshold", [0.0, 10.0])
+def test_a_cache_skips_what_it_skips_on_the_cpu(musa, threshold):
+    """First-block cache over two ranks: the decisions and the result of one CPU process."""
+    case = ("t2v", {"num_inference_steps": 5})
+    want, skipped = bodies.cached_pipeline("auto", case, threshold)
+    assert any(map(any, skipped)) == (threshold > 0), "the threshold is meant to matter"
+    for result, found in musa(2).run(bodies.cached_pipeline, "ulysses2", case, threshold):
+        assert found == skipped
+        assert np.abs(result - want).max() <= TOLERANCE
+
+
+def test_lora_is_what_merged_weights_give_on_the_cpu(musa):
+    """Strength, stacking, switching, unloading and fusing through the wrapper, on two ranks."""
+    by_rank = musa(2).run(bodies.run_body, "lora", "through_the_wrapper", "ulysses2")
+    test_lora.check_against_merged(by_rank, TOLERANCE)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import usp.demo
 from tests import tiny
-from tests.usp import test_attention, test_comm
+from tests.usp import test_attention, test_comm, test_lora
 from tests.usp.in_ranks import SEED, Case
 from usp.config import CacheConfig
 from usp.pipeline import ParallelPipeline
@@ -56,7 +56,8 @@ def on_devices() -> None:
 
 def run_body(module: str, name: str, *args: Any) -> Any:
     """A body of tests.usp.<module>, by name: what it was bound to before `on_devices` does not count."""
-    return getattr({"attention": test_attention, "comm": test_comm}[module], name)(*args)
+    modules = {"attention": test_attention, "comm": test_comm, "lora": test_lora}
+    return getattr(modules[module], name)(*args)
 
 
 def host(frames: Any) -> np.ndarray:
@@ -111,6 +112,28 @@ def cached_pipeline(layout: str, case: Case, threshold: float) -> tuple[np.ndarr
         result = host(pipe(**tiny.call(name, **changes), seed=SEED).frames)
         assert pipe.report is not None
         return result, [branch["skipped"] for branch in pipe.report.cache.values()]
+
+
+def offload(pipeline: Any, way: str) -> None:
+    """Have diffusers and accelerate keep a pipeline's weights on the host and lend them to this device."""
+    if way == "model":
+        pipeline.enable_model_cpu_offload(device=device())
+    elif way == "sequential":
+        pipeline.enable_sequential_cpu_offload(device=device())
+    else:
+        blocks = {"num_blocks_per_group": 1} if way == "block_level" else {}
+        pipeline.enable_group_offload(onload_device=device(), offload_type=way, **blocks)
+
+
+def offloaded(layout: str, case: Case, way: str) -> tuple[list[np.ndarray], set[str]]:
+    """A tiny pipeline that is offloaded, called twice: its results, and where its weights lie afterwards."""
+    name, changes = case
+    pipeline = tiny.build(name)
+    offload(pipeline, way)
+    with ParallelPipeline(pipeline, layout) as pipe:
+        results = [host(pipe(**tiny.call(name, **changes), seed=SEED).frames) for _ in range(2)]
+    models = [c for c in pipeline.components.values() if isinstance(c, torch.nn.Module)]
+    return results, {parameter.device.type for model in models for parameter in model.parameters()}
 
 
 def device_facts() -> dict[str, Any]:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.npu import bodies
+from tests.usp import test_lora
 from tests.usp.in_ranks import SEED, Case, alone, seeded
 from usp.demo import DEFAULTS
 
@@ -74,3 +75,26 @@ def test_a_cache_skips_what_it_skips_on_the_cpu(npu, threshold):
     for result, found in npu(2).run(bodies.cached_pipeline, "ulysses2", case, threshold):
         assert found == skipped
         assert np.abs(result - want).max() <= TOLERANCE
+
+
+def test_lora_is_what_merged_weights_give_on_the_cpu(npu):
+    """Strength, stacking, switching, unloading and fusing through the wrapper, on two ranks."""
+    by_rank = npu(2).run(bodies.run_body, "lora", "through_the_wrapper", "ulysses2")
+    test_lora.check_against_merged(by_rank, TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("way", "at_rest"),
+    [("model", "cpu"), ("sequential", "meta"), ("leaf_level", "cpu"), ("block_level", "cpu")],
+)
+@pytest.mark.parametrize("layout", ["ulysses2", "cfg2"])
+def test_an_offloaded_pipeline_stays_offloaded_and_matches_the_cpu(npu, layout, way, at_rest):
+    """diffusers' and accelerate's offloading under the wrapper, text encoder to decoded frames, twice.
+
+    Weights come to the device for their work alone; "meta" is accelerate's sign for the host's copy.
+    """
+    case = ("t2v", {"num_inference_steps": 2, "output_type": "np"})
+    want = alone(*case)
+    for results, places in npu(2).run(bodies.offloaded, layout, case, way):
+        assert places == {at_rest}
+        assert max(np.abs(result - want).max() for result in results) <= TOLERANCE
