@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ class ModelFacts:
     patch_size: tuple[int, int, int]
     max_positions: int | None = 1024  # tokens along each of time, height and width
     vae_in_fp32: bool = True
+    keeps_first_frame: bool = False  # Wan 2.2 5B: an image takes a frame's place, not further channels
     config: Mapping[str, Any] = field(
         default_factory=dict, repr=False
     )  # the transformer's, in diffusers' words
@@ -153,7 +154,8 @@ def read_model_folder(folder: Path, *, pipeline: str | tuple[str, ...]) -> Model
     parts = [name for name, value in index.items() if isinstance(value, list) and value[0]]
     _check_parts(folder, parts, layout)
     part = next(name for name in layout.parts if name in parts)
-    return _facts(folder, found, layout, part)
+    facts = _facts(folder, found, layout, part)
+    return replace(facts, keeps_first_frame=bool(index.get("expand_timesteps")))
 
 
 def _check_parts(folder: Path, parts: list[str], layout: Layout) -> None:
@@ -198,7 +200,8 @@ def _original(folder: Path, wanted: tuple[str, ...]) -> ModelFacts | None:
         "scale_factor_temporal": 4,
         **read["vae"],
     }  # AutoencoderKLWan's defaults
-    return _facts_of(folder, found, LAYOUTS[found], (config, folder), (vae, folder))
+    facts = _facts_of(folder, found, LAYOUTS[found], (config, folder), (vae, folder))
+    return replace(facts, keeps_first_frame=original.kind == "ti2v")
 
 
 def _facts(folder: Path, pipeline: str, layout: Layout, part: str) -> ModelFacts:

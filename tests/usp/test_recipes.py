@@ -177,7 +177,7 @@ def test_a_tasks_classes_have_their_arguments(name):
         assert hasattr(diffusers, kind)
         facts = ModelFacts(
             folder=Path(), pipeline=kind, heads=4, spatial_multiple=16, temporal_factor=4, spatial_factor=8,
-            patch_size=(1, 2, 2),
+            patch_size=(1, 2, 2), keeps_first_frame=True,
         )  # fmt: skip
         assert kind in LAYOUTS
         check_call(request, facts)
@@ -241,6 +241,15 @@ def test_what_a_class_does_not_take_is_refused(task, kind, given, changes, messa
     )  # fmt: skip
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         check_call(request, facts)
+
+
+def test_an_image_for_a_model_of_text_alone_is_refused(folder):
+    """Wan 2.1 and 2.2 14B have a WanPipeline like 5B, and no place for an image; the folder tells."""
+    facts = read_model_folder(folder("wan-t2v"), pipeline=TASKS["wan-ti2v"].pipeline)
+    with pytest.raises(ValueError, match="^--image was given; .* holds a model of text alone, not Wan 2.2"):
+        check_call(asked("wan-ti2v", facts, 1), facts)
+    five = read_model_folder(folder("wan-ti2v"), pipeline=TASKS["wan-ti2v"].pipeline)
+    check_call(asked("wan-ti2v", five, 1), five)
 
 
 def test_a_task_of_several_classes_names_them(folder):
