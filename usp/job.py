@@ -192,7 +192,9 @@ def _warn_of_no_effect(job: Job) -> None:
     elif job.asked is not None and options.link is not None:
         logger.warning("link=%r has no effect: the layout is given, %s", options.link, job.asked)
     if options.negative_prompt and job.branches == 1:
-        logger.warning("the negative prompt has no effect: guidance is off at %g", request.guidance_scale)
+        off = request.guidance_scale <= 1
+        why = f"guidance is off at {request.guidance_scale:g}" if off else "the model runs one branch only"
+        logger.warning("the negative prompt has no effect: %s", why)
     if job.model.folder == MODEL_DIR and (unknown := unknown_words(request.prompt)):
         logger.warning(
             "the demo model has never seen %s; see usp/demo/README.md for its words", ", ".join(unknown)

@@ -24,6 +24,7 @@ class ModelFacts:
     patch_size: tuple[int, int, int]
     max_positions: int | None = 1024  # tokens along each of time, height and width
     vae_in_fp32: bool = True
+    keeps_first_frame: bool = False  # Wan 2.2 5B: an image takes a frame's place, not further channels
     config: Mapping[str, Any] = field(
         default_factory=dict, repr=False
     )  # the transformer's, in diffusers' words
@@ -155,7 +156,8 @@ def read_model_folder(folder: Path, *, pipeline: str | tuple[str, ...]) -> Model
     part = next(name for name in layout.parts if name in parts)
     facts = _facts(folder, found, layout, part)
     distilled = bool(index.get("is_distilled"))  # the pipeline's, not the model's, and it turns guidance off
-    return replace(facts, config={**facts.config, "is_distilled": distilled})
+    config = {**facts.config, "is_distilled": distilled}
+    return replace(facts, config=config, keeps_first_frame=bool(index.get("expand_timesteps")))
 
 
 def _check_parts(folder: Path, parts: list[str], layout: Layout) -> None:
@@ -200,7 +202,8 @@ def _original(folder: Path, wanted: tuple[str, ...]) -> ModelFacts | None:
         "scale_factor_temporal": 4,
         **read["vae"],
     }  # AutoencoderKLWan's defaults
-    return _facts_of(folder, found, LAYOUTS[found], (config, folder), (vae, folder))
+    facts = _facts_of(folder, found, LAYOUTS[found], (config, folder), (vae, folder))
+    return replace(facts, keeps_first_frame=original.kind == "ti2v")
 
 
 def _facts(folder: Path, pipeline: str, layout: Layout, part: str) -> ModelFacts:

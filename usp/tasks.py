@@ -171,6 +171,10 @@ def check_call(request: Request, facts: ModelFacts) -> None:
         raise ValueError(
             f"{_images(request.images)} given; {name} takes one; use an Edit-Plus model (2509 or later)"
         )
+    if name == request.task.image_pipeline and not facts.keeps_first_frame:
+        raise ValueError(
+            f"--image was given; {facts.folder} holds a model of text alone, not Wan 2.2 5B; leave it away"
+        )
     taken = inspect.signature(getattr(diffusers, name).__call__).parameters
     for argument in request.call_arguments():
         if argument not in taken:

@@ -15,8 +15,10 @@ from PIL import Image
 from runtime.device import Device
 from usp.demo import tiny
 from usp.demo.tiny.pictures import picture
+from usp.job import prepare
 from usp.loading import load_pipeline
 from usp.model_folder import LAYOUTS, ModelFacts, read_model_folder
+from usp.options import JobOptions
 from usp.recipes import TASKS
 from usp.tasks import Request, check_call, fit, pipeline_class, settle
 
@@ -177,7 +179,7 @@ def test_a_tasks_classes_have_their_arguments(name):
         assert hasattr(diffusers, kind)
         facts = ModelFacts(
             folder=Path(), pipeline=kind, heads=4, spatial_multiple=16, temporal_factor=4, spatial_factor=8,
-            patch_size=(1, 2, 2),
+            patch_size=(1, 2, 2), keeps_first_frame=True,
         )  # fmt: skip
         assert kind in LAYOUTS
         check_call(request, facts)
@@ -243,6 +245,15 @@ def test_what_a_class_does_not_take_is_refused(task, kind, given, changes, messa
         check_call(request, facts)
 
 
+def test_an_image_for_a_model_of_text_alone_is_refused(folder):
+    """Wan 2.1 and 2.2 14B have a WanPipeline like 5B, and no place for an image; the folder tells."""
+    facts = read_model_folder(folder("wan-t2v"), pipeline=TASKS["wan-ti2v"].pipeline)
+    with pytest.raises(ValueError, match=r"^--image was given; .* holds a model of text alone, not Wan"):
+        check_call(asked("wan-ti2v", facts, 1), facts)
+    five = read_model_folder(folder("wan-ti2v"), pipeline=TASKS["wan-ti2v"].pipeline)
+    check_call(asked("wan-ti2v", five, 1), five)
+
+
 def test_a_task_of_several_classes_names_them(folder):
     """Point 9: a folder of another kind is refused with the kinds that would do."""
     with pytest.raises(ValueError, match="holds a WanPipeline; this task runs a FluxPipeline or Flux2Pipe"):
@@ -260,3 +271,13 @@ def test_every_part_must_have_weights(tmp_path, model, part):
     kind = type(tiny.build(model)).__name__
     with pytest.raises(ValueError, match=f"{part} holds no weights"):
         read_model_folder(tmp_path / "model", pipeline=kind)
+
+
+def test_a_negative_prompt_without_effect_is_told_of_truly(folder, caplog):
+    """FLUX.1 embeds its guidance: it is not off at 3.5, but there is no branch for the words."""
+    options = JobOptions(model=str(folder("flux")), prompt="a cat", negative_prompt="blue", device="cpu")
+    with caplog.at_level("WARNING"):
+        prepare(TASKS["flux"], options)
+    assert [r.getMessage() for r in caplog.records] == [
+        "the negative prompt has no effect: the model runs one branch only"
+    ]
