@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from diffusers.models.normalization import RMSNorm
 from torch import nn
 
 from runtime import fused
@@ -24,7 +23,6 @@ from usp.rotations import ROTATIONS, UNSERVED, Rotation, Tables
 
 logger = get_logger(__name__)
 
-NORMS = (nn.RMSNorm, RMSNorm)
 SMALLEST = torch.finfo(torch.float32).eps  # what torch adds where a norm's eps is None
 
 
@@ -62,8 +60,10 @@ class Fused:
         self._handles: list[Any] = []
         # The tables of the forward at hand: of which angles, with which text, for which norms.
         self._made: tuple[Any, tuple[int, bool], tuple[Tables, ...]] | None = None
+        from diffusers.models.normalization import RMSNorm  # late: rank 0 alone may say what importing says
+
         for norm in model.modules():
-            if type(norm) in NORMS:
+            if type(norm) in (nn.RMSNorm, RMSNorm):
                 self._take_norm(norm)
         planned = [m for entry in plan.attentions for _, m in matching(model, entry.modules)]
         for module in model.modules() if fusing else ():
@@ -233,7 +233,7 @@ def norm_dtype(norm: Any, x: torch.Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, norm.weight.dtype)
 
 
-def plain_norm(norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
+def plain_norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
     """The norm of diffusers in torch's operators.
 
     Its own forward calls the vendor's operator wherever torch_npu is installed, also on mixed dtypes, which
