@@ -12,7 +12,7 @@ from diffusers.loaders.single_file_utils import (
     convert_wan_transformer_to_diffusers,
     convert_wan_vae_to_diffusers,
 )
-from transformers import AutoTokenizer, CLIPImageProcessor, CLIPVisionModel, UMT5EncoderModel
+from transformers import AutoTokenizer, CLIPVisionModel, UMT5EncoderModel
 
 from runtime.checkpoint import open_checkpoint, resolve_files
 from runtime.device import Device
@@ -164,6 +164,8 @@ def load_original(
     for name, load in loaders.items():
         made[name], reports[name] = load(layout, name, device, dtype(name))
     if "image_encoder" in made:
+        from transformers import CLIPImageProcessor  # whose import warns where torchvision is missing
+
         made["image_processor"] = CLIPImageProcessor(**_image_sizes(made["image_encoder"].config.image_size))
     made["tokenizer"] = AutoTokenizer.from_pretrained(layout.folder / TOKENIZER, local_files_only=True)
     made["scheduler"] = UniPCMultistepScheduler(
