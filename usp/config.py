@@ -102,7 +102,7 @@ class CacheConfig:
         if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold < inf:
             raise ValueError(
                 f"threshold={threshold!r} was asked for; it is a relative change, a finite number of 0 or "
-                "more; use 0.08, or leave the cache out to compute every step"
+                "more; use 0.12, or leave the cache out to compute every step"
             )
         for name, least in (("warmup_steps", 0), ("max_skip_streak", 1)):
             steps = getattr(self, name)

@@ -50,7 +50,7 @@ Transport = Annotated[
 Cache = Annotated[
     float | None,
     typer.Option(
-        "--cache", help="First-block cache: skip below this change, e.g. 0.08.", rich_help_panel=PARALLEL
+        "--cache", help="First-block cache: skip below this change, e.g. 0.12.", rich_help_panel=PARALLEL
     ),
 ]
 Layouts = Annotated[

@@ -21,6 +21,7 @@ ULYSSES_OPERATORS, GATHER_OPERATORS, RING_OPERATORS = (
     3,
     15,
 )  # pack, send, unpack; for a ring: of each block
+TURNS = 1.06  # ranks that take turns on a core also take each other's caches: 4 gloo ranks on 2 cores, fitted
 MERGE_PASSES = 5  # the running sum is scaled (2) and the block added (3)
 
 
@@ -291,7 +292,8 @@ def _busy(one_forward: list[float], shares: Shares, machine: Machine) -> float:
         return longest
     work = sum(shares.forwards) * sum(one_forward)
     here = min(1.0, (machine.domain or shares.config.world_size) / shares.config.world_size)
-    return max(longest, work * here / machine.slots)
+    shared = work * here / machine.slots
+    return max(longest, shared * TURNS) if shared > longest else longest
 
 
 def _pattern(config: ParallelConfig, name: str) -> str:
