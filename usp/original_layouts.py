@@ -110,6 +110,8 @@ def detect(folder: Path) -> Layout | None:
     try:
         parts = parts_of(names)
     except ValueError as error:
+        if "config.json" in names and "model_type" not in _config(folder):
+            return None  # one part of a diffusers folder; Wan's own config has a model_type
         raise ValueError(f"{folder}: {error}") from error
     if parts is None:
         return None

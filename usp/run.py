@@ -77,7 +77,8 @@ def show_layouts(job: Job, world: World) -> None:
     """Print every layout and what is predicted of it, the last line as JSON; reads no weights."""
     with ending_together(world, lambda: "the layouts"):
         choice = find(job, world).choose(world)
-        Console(width=140, markup=False, highlight=False).print(layouts_table(choice))
+        table = layouts_table(choice) if choice.candidates else choice.reason
+        Console(width=140, markup=False, highlight=False).print(table)
         print(json.dumps(choice_json(choice)), flush=True)
 
 

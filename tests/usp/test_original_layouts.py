@@ -14,7 +14,9 @@ from runtime.device import Device
 from tests import tiny
 from tests.usp import originals
 from usp import original_layouts, parts
+from usp.demo import MODEL_DIR
 from usp.loading import load_pipeline
+from usp.model_folder import read_model_folder
 from usp.original_layouts import CLIP_FILE, T5_FILE, Parts, configs, detect, parts_of
 
 CPU = Device("cpu")
@@ -284,3 +286,10 @@ def test_a_folder_of_another_task_names_the_right_ones(tmp_path):
         load_pipeline(tmp_path, pipeline="WanImageToVideoPipeline", device=CPU, dtypes=FP32)
     with pytest.raises(ValueError, match=r"; transformer can be replaced in diffusers folders$"):
         load_pipeline(tmp_path, pipeline="WanPipeline", device=CPU, dtypes=FP32, files={"transformer": "x"})
+
+
+def test_a_part_of_a_diffusers_folder_is_no_original():
+    """Its weights are named like Wan's shards; its config has no model_type, and the index is missed."""
+    assert detect(MODEL_DIR / "transformer") is None
+    with pytest.raises(ValueError, match=r"model_index\.json does not exist; a diffusers pipeline"):
+        read_model_folder(MODEL_DIR / "transformer", pipeline="WanPipeline")

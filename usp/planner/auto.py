@@ -37,7 +37,8 @@ def choose_for(
     """
     if world.world_size == 1 or workload is None:
         config = replace(_without_measuring(world), transport=transport)
-        return only(config, "one rank" if world.world_size == 1 else "this model has no sequence to spread")
+        alone = "nothing to choose; start more ranks with torchrun"
+        return only(config, alone if world.world_size == 1 else "this model has no sequence to spread")
     machine = measure_machine(world, workload, dtype, link=link)
     choice = choose(workload, machine, world.world_size, transport=transport, strict=strict)
     logger.info("auto: %s", choice.reason)
