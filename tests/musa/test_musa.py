@@ -78,3 +78,13 @@ def test_lora_is_what_merged_weights_give_on_the_cpu(musa):
     """Strength, stacking, switching, unloading and fusing through the wrapper, on two ranks."""
     by_rank = musa(2).run(bodies.run_body, "lora", "through_the_wrapper", "ulysses2")
     test_lora.check_against_merged(by_rank, TOLERANCE)
+
+
+@pytest.mark.parametrize(("way", "at_rest"), [("model", "cpu"), ("sequential", "meta")])
+def test_an_offloaded_pipeline_stays_offloaded_and_matches_the_cpu(musa, way, at_rest):
+    """Offloading, twice, as on the NPU; groups need a tensor class that this device lacks."""
+    case: Case = ("t2v", {"num_inference_steps": 2, "output_type": "np"})
+    want = alone(*case)
+    for results, places in musa(2).run(bodies.offloaded, "ulysses2", case, way):
+        assert places == {at_rest}
+        assert max(np.abs(result - want).max() for result in results) <= TOLERANCE
