@@ -27,7 +27,7 @@ set -euo pipefail
 {exports}
 
 # Jobs that share a host differ in their number, so in their port.
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 MASTER_PORT=$((29500 + SLURM_JOB_ID % 2000))
 export MASTER_ADDR MASTER_PORT
 

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -38,7 +39,7 @@ class Ranks:
         if not self._workers:
             self._start()
         for _, pipe in self._workers:
-            pipe.send((function, args))
+            pipe.send((function, args, warnings.filters))  # a test's own filters hold in its ranks too
         answers: dict[int, tuple[bool, Any]] = {}
         pipes = {pipe: rank for rank, (_, pipe) in enumerate(self._workers)}
         while len(answers) < self.size:
@@ -91,10 +92,12 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     )
     while True:
         try:
-            function, args = pipe.recv()
+            function, args, filters = pipe.recv()
         except (EOFError, OSError):
             os._exit(0)
         try:
-            pipe.send((True, function(*args)))
+            with warnings.catch_warnings():
+                warnings.filters[:] = filters
+                pipe.send((True, function(*args)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))

@@ -287,7 +287,7 @@ def test_b41_a_drawn_seed_is_told_and_makes_the_same_video_again(tmp_path):
     assert again.code == 0, again.text
     a, b = (sheet_frames(tmp_path / f"{name}.png", height=32, width=48) for name in "ab")
     assert np.abs(a - b).max() <= 1
-    assert a.std() > 10
+    assert a.std() > 3, "a picture of nothing would agree too"
 
 
 def test_cfg_degree_counts_whole_sequences(tmp_path):
