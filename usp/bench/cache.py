@@ -166,7 +166,7 @@ def _draw(rows: Sequence[CacheRow], path: Path, title: str) -> None:
     left.set_ylim(bottom=1)
     right.set_ylabel("SSIM against the uncached run")
     left.grid(alpha=0.3)
-    left.legend(handles=[fast, like, least], loc="center right")
+    figure.legend(handles=[fast, like, least], loc="outside lower center", ncols=3)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial_path = path.with_name(f".{path.name}.partial")
     figure.savefig(partial_path, format="png", dpi=120)
