@@ -68,6 +68,7 @@ LEVELS = {
     "video": 6,
     "images": 6,
     "processors": 5,
+    "model_index": 4,
     "demo": 6,
     "demo.__main__": 10,
     "recipes": 0,

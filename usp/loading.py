@@ -16,6 +16,7 @@ from runtime.device import Device
 from runtime.hub import Patterns, local_folder
 from runtime.loading import LoadReport
 from runtime.world import World
+from usp.model_index import components_in
 from usp.original_layouts import detect, load_original
 from usp.parts import empty_model, fill, read_keys
 from usp.processors import parts_without_torchvision
@@ -36,7 +37,7 @@ def wanted_files(folder: Path) -> Patterns:
     path = folder / "model_index.json"
     if not path.is_file():
         return Patterns(["*.json", "*.safetensors", "*.pth", "*.model"])
-    parts = [name for name, value in _index(folder).items() if isinstance(value, list) and value[0]]
+    parts = components_in(_index(folder))
     other_forms = ["*.bin", "*.pt", "*.ckpt", "*.msgpack", "*.h5", "*.onnx*", "*.fp16.*", "*.non_ema.*"]
     return Patterns(["model_index.json", *(f"{part}/*" for part in parts)], other_forms)
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from usp.model_index import components_in
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
@@ -151,7 +153,7 @@ def read_model_folder(folder: Path, *, pipeline: str | tuple[str, ...]) -> Model
             f"{folder} holds a {found}; this task runs a {' or '.join(wanted)}; use the task for {found}"
         )
     layout = LAYOUTS[found]
-    parts = [name for name, value in index.items() if isinstance(value, list) and value[0]]
+    parts = components_in(index)
     _check_parts(folder, parts, layout)
     part = next(name for name in layout.parts if name in parts)
     facts = _facts(folder, found, layout, part)

@@ -21,7 +21,7 @@ from usp import cli
 from usp.config import ParallelConfig, parse_parallel, spellings
 from usp.job import Job, find, load, prepare
 from usp.options import OUTPUT, PARALLEL, JobOptions
-from usp.planner import workload_of_folder
+from usp.planner import plan_of_folder
 from usp.tasks import TASKS, Task
 
 TOLERANCES = {
@@ -110,7 +110,7 @@ def verify(job: Job, world: World, *, everything: bool, limit: float) -> int:
 
 def _every_layout(job: Job, world_size: int) -> list[ParallelConfig]:
     """Every layout of that many ranks that the model can take."""
-    if workload_of_folder(job.model, **job.request.shape, branches=1, itemsize=4) is None:
+    if not plan_of_folder(job.model).attentions:
         return [ParallelConfig(cfg_degree=world_size)]
     return [parse_parallel(text.strip("'")) for text in spellings(world_size)]
 

@@ -14,6 +14,7 @@ from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 from runtime.process_group import World
 from usp.bench import sheet
 from usp.config import CacheConfig, ParallelConfig
+from usp.files import write_whole
 from usp.job import Job
 
 THRESHOLDS = (0.02, 0.04, 0.06, 0.08, 0.12, 0.16, 0.24)
@@ -167,10 +168,7 @@ def _draw(rows: Sequence[CacheRow], path: Path, title: str) -> None:
     right.set_ylabel("SSIM against the uncached run")
     left.grid(alpha=0.3)
     figure.legend(handles=[fast, like, least], loc="outside lower center", ncols=3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial_path = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial_path, format="png", dpi=120)
-    partial_path.replace(path)
+    write_whole(path, lambda temporary: figure.savefig(temporary, format="png", dpi=120))
 
 
 def _mean_psnr(row: CacheRow) -> float:

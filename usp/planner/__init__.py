@@ -9,7 +9,13 @@ from usp.planner.choose import Candidate, Choice, choice_json, choose, layouts_t
 from usp.planner.cost import Prediction, Workload, predict
 from usp.planner.machine import LINKS, Channel, Link, Machine, parse_link
 from usp.planner.measure import measure_machine
-from usp.planner.models import branches_of, workload_of_config, workload_of_folder, workload_of_pipeline
+from usp.planner.models import (
+    branches_of,
+    plan_of_folder,
+    workload_of_config,
+    workload_of_folder,
+    workload_of_pipeline,
+)
 
 __all__ = [
     "LINKS",
@@ -29,6 +35,7 @@ __all__ = [
     "measure_machine",
     "parse_link",
     "plan",
+    "plan_of_folder",
     "predict",
     "workload_of_config",
     "workload_of_folder",

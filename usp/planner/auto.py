@@ -71,8 +71,7 @@ class Auto:
         """
         if self._machine is None:
             return _without_measuring(self._world)
-        workload = workload_of_pipeline(self._pipeline, self._model, arguments)
-        choice = choose(workload, self._machine, self._world.world_size, strict=self._strict)
+        choice = self._choice(self._machine, arguments)
         logger.info("auto: %s", choice.reason)
         return choice.config
 
@@ -80,6 +79,9 @@ class Auto:
         """The layout for a call of the pipeline's defaults, or the smallest: a call may be smaller."""
         if self._machine is None:
             return _without_measuring(self._world)
-        workload = workload_of_pipeline(self._pipeline, self._model, {})
-        choice = choose(workload, self._machine, self._world.world_size, strict=self._strict)
+        choice = self._choice(self._machine, {})
         return choice.chosen or choice.candidates[0].config
+
+    def _choice(self, machine: Machine, arguments: Mapping[str, Any]) -> Choice:
+        workload = workload_of_pipeline(self._pipeline, self._model, arguments)
+        return choose(workload, machine, self._world.world_size, strict=self._strict)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from usp.model_folder import ModelFacts
+from usp.model_index import components_in
 from usp.plan import ShardPlan
 from usp.planner.cost import FP32, Workload
 from usp.plans import PLANS, plan_for
@@ -82,6 +83,11 @@ def _patch_channels(config: Mapping[str, Any], plan: ShardPlan) -> int:
     return channels * prod(patch)
 
 
+def plan_of_folder(facts: ModelFacts) -> ShardPlan:
+    """The plan of the model in a folder; Wan's if its config does not name a class that has one."""
+    return PLANS.get(facts.config.get("_class_name", ""), WAN)
+
+
 def workload_of_folder(
     facts: ModelFacts, *, width: int, height: int, num_frames: int, branches: int, itemsize: int
 ) -> Workload | None:
@@ -89,7 +95,7 @@ def workload_of_folder(
 
     Reads the headers of the weight files, no weights.
     """
-    plan = PLANS.get(facts.config.get("_class_name", ""), WAN)
+    plan = plan_of_folder(facts)
     if not plan.attentions:
         return None
     return workload_of_config(
@@ -178,7 +184,7 @@ def parameter_bytes(folder: Path, itemsize: int) -> int:
         files = [*folder.rglob("*.safetensors"), *folder.rglob("*.pth")]
         return sum(_file_bytes(file, itemsize) for file in files)
     index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
-    parts = [name for name, value in index.items() if isinstance(value, list) and value[0]]
+    parts = components_in(index)
     return sum(
         _file_bytes(file, FP32 if part == "vae" else itemsize)
         for part in parts
