@@ -19,10 +19,14 @@ MIXED = ("index", "copy", "_to_copy", "where", "masked_")
 
 
 class Rules:
-    """What differs by device: how a kernel waits for work queued before it, how random numbers are drawn."""
+    """What differs by device: how a kernel waits for work queued before it, what numbers it cannot give, how
+    random numbers are drawn."""
 
     def before(self, index: int) -> None:
         """Called before each kernel, with the device's index."""
+
+    def after(self, results: list[torch.Tensor]) -> None:
+        """Called after each kernel, with its results, still on the host, to be changed in place."""
 
     def generator(self, own: torch.Generator) -> torch.Generator:
         """A CPU generator at the state of the device's; after it was used, `used` is called."""
@@ -108,6 +112,7 @@ def cpu_kernel(operator: Any, rules: Rules) -> Callable[..., Any]:
         result = operator(*host_args, **host_kwargs)
         if own is not None:
             rules.used(own, host_kwargs["generator"])
+        rules.after(tensors_in(result))
         given_back = (*zip(args, host_args, strict=True), *((kwargs[k], host_kwargs[k]) for k in kwargs))
         return _returned(result, [pair for pair in given_back if isinstance(pair[0], torch.Tensor)], device)
 
@@ -154,6 +159,8 @@ def copies(rules: Rules) -> dict[str, Callable[..., Any]]:
                 rules.before(tensor.device.index)
         if to.numel():
             on_host(to).copy_(on_host(source))
+            if to.device.type == source.device.type == KIND:
+                rules.after([on_host(to)])
         return to
 
     def to_copy(tensor: torch.Tensor, *, device: Any = None, **options: Any) -> torch.Tensor:

@@ -5,6 +5,7 @@ runs on the host, or, with TORCH_NPU_FALLBACK_CPU_DISABLE=1, ends with an error 
 """
 
 import ctypes
+import functools
 
 import torch
 import torch_npu
@@ -20,7 +21,10 @@ OF_THE_WHEEL = ("empty", "set_", "resize_", "record_stream", "pin_memory", "is_p
 
 
 class NpuRules(Rules):
-    """Kernels come in the order of the current stream; random numbers are other than the CPU's for a seed."""
+    """Kernels come in the order of the current stream; random numbers are other than the CPU's for a seed.
+
+    Where torch_npu says that the device has no infinities, as it does of Ascend910A, results saturate.
+    """
 
     def before(self, index: int) -> None:
         """Wait for what was queued on the current stream; an error of that work is raised here."""
@@ -29,6 +33,13 @@ class NpuRules(Rules):
                 _ready.add(index)
                 module().current_stream(index).synchronize()
         module().current_stream(index).synchronize()
+
+    def after(self, results: list[torch.Tensor]) -> None:
+        """Numbers that a saturating device cannot give: the greatest finite one for inf, 0 for NaN."""
+        if _saturates():
+            for result in results:
+                if result.is_floating_point() and result.element_size() > 1:
+                    result.nan_to_num_(nan=0.0)
 
     def generator(self, own: torch.Generator) -> torch.Generator:
         """A CPU generator that the Philox state (seed, offset) seeds."""
@@ -39,6 +50,11 @@ class NpuRules(Rules):
         words = own.get_state().clone().view(torch.int64)
         words[1] += 4
         own.set_state(words.view(torch.uint8))
+
+
+@functools.cache
+def _saturates() -> bool:
+    return not torch_npu.npu.utils.is_support_inf_nan()
 
 
 RULES = NpuRules()

@@ -8,11 +8,13 @@ import math
 from typing import Any
 
 import torch
+import torch_npu
 
 from tests.npu.kernels import RULES
 from tests.simulated import CALLS, device_of, on_device, on_host, tensors_in
 
 MAX = 2147483647
+A2 = 220  # Ascend910B1, the first chip with these operators
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 COMPRESSED = 2048  # the side of the mask that sparse modes 2 to 4 want
 _library = torch.library.Library("npu", "IMPL")
@@ -110,6 +112,17 @@ def prepare(name: str, tensors: list[Any]) -> tuple[torch.device, list[Any]]:
     return device, [None if t is None else on_host(t) for t in tensors]
 
 
+def placed(device: torch.device, *results: torch.Tensor) -> list[torch.Tensor]:
+    """An operator's results on the device, as far as that has such numbers."""
+    RULES.after(list(results))
+    return [on_device(result, device) for result in results]
+
+
+def is_older() -> bool:
+    """True on the chips of the first generation."""
+    return torch_npu.npu.utils.get_soc_version() < A2
+
+
 def npu_fusion_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -130,6 +143,7 @@ def npu_fusion_attention(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int, int]:
     """Attention, with the maximum and the sum of each row's softmax as fp32 (B, N, Sq, 8)."""
     sparse_mode = rest[3] if len(rest) > 3 else sparse_mode
+    refuse_unless(not is_older(), "npu_fusion_attention is not in the operators of this chip")
     refuse_unless(
         input_layout in ("BSH", "SBH", "BSND", "BNSD"), f"input_layout {input_layout} is not simulated"
     )
@@ -138,6 +152,8 @@ def npu_fusion_attention(
     refuse_unless(
         pse is None and padding_mask is None and keep_prob == 1.0, "pse and dropout are not simulated"
     )
+    dims = len(input_layout) if input_layout in ("BSND", "BNSD") else 3
+    refuse_unless(query.ndim == key.ndim == value.ndim == dims, f"{input_layout} has {dims} dims")
     device, (q, k, v, mask) = prepare("npu_fusion_attention", [query, key, value, atten_mask])
     q = to_bnsd(q, input_layout, head_num)
     refuse_unless(q.shape[1] == head_num, f"head_num {head_num}, but the query has {q.shape[1]} heads")
@@ -165,11 +181,9 @@ def npu_fusion_attention(
     out, top, total = softmax_parts(q, k, v, hidden, scale)
     out = from_bnsd(out.to(query.dtype), input_layout)
     top = top.masked_fill(top == -math.inf, torch.finfo(torch.float32).min)
-    results = [
-        on_device(t, device)
-        for t in (out, top.expand(-1, -1, -1, 8).contiguous(), total.expand(-1, -1, -1, 8).contiguous())
-    ]
-    return results[0], results[1], results[2], torch.empty(0, device=device), 0, 0, 0
+    top, total = (t.expand(-1, -1, -1, 8).contiguous() for t in (top, total))
+    out, top, total = placed(device, out, top, total)
+    return out, top, total, torch.empty(0, device=device), 0, 0, 0
 
 
 def npu_fused_infer_attention_score(
@@ -191,6 +205,7 @@ def npu_fused_infer_attention_score(
     **others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention, with its log-sum-exp as fp32 (B, N, Sq, 1) where asked for."""
+    refuse_unless(not is_older(), "npu_fused_infer_attention_score is not in the operators of this chip")
     refuse_unless(input_layout in ("BSH", "BSND", "BNSD"), f"input_layout {input_layout} is not simulated")
     refuse_unless(
         query.dtype in (torch.float16, torch.bfloat16), f"query of {query.dtype}: float16, bfloat16, int8"
@@ -226,9 +241,8 @@ def npu_fused_infer_attention_score(
         CALLS["a masked row without inner_precise=2"] += 1
     out, top, total = softmax_parts(q, k, v, hidden, scale)
     lse = (top + total.log()).masked_fill(total == 0, math.inf) if softmax_lse_flag else torch.zeros(1)
-    return on_device(from_bnsd(out.to(query.dtype), input_layout), device), on_device(
-        lse.contiguous(), device
-    )
+    out, lse = placed(device, from_bnsd(out.to(query.dtype), input_layout), lse.contiguous())
+    return out, lse
 
 
 def scaled_dot_product_attention(
@@ -249,6 +263,7 @@ def scaled_dot_product_attention(
     if (
         additive
         or odd
+        or is_older()
         or query.ndim != 4
         or query.shape[-1] > 512
         or query.dtype == torch.float64
@@ -256,7 +271,7 @@ def scaled_dot_product_attention(
     ):
         device, (q, k, v, mask) = prepare("sdpa with all scores", [query, key, value, attn_mask])
         options = {"attn_mask": mask, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-        return on_device(torch.nn.functional.scaled_dot_product_attention(q, k, v, **options), device)
+        return placed(device, torch.nn.functional.scaled_dot_product_attention(q, k, v, **options))[0]
     mask, mode = None, 0
     if is_causal:
         mask = torch.ones(COMPRESSED, COMPRESSED, dtype=torch.bool, device=query.device).triu(1)
@@ -292,7 +307,8 @@ def npu_rms_norm(
     dims = tuple(range(-tail, 0))
     rstd = (x.float().square().mean(dims, keepdim=True) + epsilon).rsqrt()
     out = (x.float() * rstd * weight.float()).to(input.dtype)
-    return on_device(out, device), on_device(rstd, device)
+    out, rstd = placed(device, out, rstd)
+    return out, rstd
 
 
 def npu_rotary_mul(
@@ -300,6 +316,9 @@ def npu_rotary_mul(
 ) -> torch.Tensor:
     """Rotary embedding of a 4-D tensor with cos r1 and sin r2 of the full head dim."""
     refuse_unless(rotary_mode in ("half", "interleave"), f"rotary_mode {rotary_mode}")
+    refuse_unless(
+        rotary_mode == "half" or not is_older(), "npu_rotary_mul in aclop only support rotary_mode with half"
+    )
     refuse_unless({input.dtype, r1.dtype, r2.dtype} <= set(FLOATS), f"{input.dtype} with {r1.dtype}")
     refuse_unless(0 not in input.shape, "an empty tensor")
     refuse_unless(input.ndim == r1.ndim == r2.ndim == 4 and r1.shape == r2.shape, "4-D tensors, cos like sin")
@@ -310,10 +329,11 @@ def npu_rotary_mul(
     fits = all(r in (1, s) for r, s in zip(r1.shape[:3], input.shape[:3], strict=True))
     refuse_unless(fits, f"cos of shape {tuple(r1.shape)} for {tuple(input.shape)}")
     if rotary_mode == "interleave":
-        alike = sum(r1.shape[i] != 1 for i in range(3)) <= 1
-        refuse_unless(
-            alike and input.shape[0] * input.shape[1] < 1000, "interleave: cos of one S axis, B * N < 1000"
-        )
+        sizes = tuple(input.shape[:3])
+        alone = [tuple(n if i == axis else 1 for i, n in enumerate(sizes)) for axis in range(3)]
+        rows = [math.prod(sizes) // n for n, table in zip(sizes, alone, strict=True) if r1.shape[:3] == table]
+        refuse_unless(rows, f"interleave: cos of shape {tuple(r1.shape)}: S11D, 1S1D or 11SD")
+        refuse_unless(min(rows) < 1000, f"interleave: B * N of {tuple(input.shape)} must be under 1000")
     device, (x, cos, sin) = prepare("npu_rotary_mul", [input, r1, r2])
     cos, sin = cos.to(x.dtype).float(), sin.to(x.dtype).float()
     if rotary_mode == "half":
@@ -321,7 +341,7 @@ def npu_rotary_mul(
         turned = torch.cat([-high, low], -1)
     else:
         turned = torch.stack([-x.float()[..., 1::2], x.float()[..., ::2]], -1).flatten(-2)
-    return on_device((x.float() * cos + turned * sin).to(x.dtype), device)
+    return placed(device, (x.float() * cos + turned * sin).to(x.dtype))[0]
 
 
 def register() -> None:

@@ -304,6 +304,7 @@ aclError aclrtGetSysParamOpt(aclSysParamOpt, int64_t* value) { *value = 0; retur
 aclError aclrtCtxSetSysParamOpt(aclSysParamOpt, int64_t) { return ACL_SUCCESS; }
 aclError aclrtCtxGetSysParamOpt(aclSysParamOpt, int64_t* value) { *value = 0; return ACL_SUCCESS; }
 aclError aclrtSetDeviceSatMode(aclrtFloatOverflowMode) { return ACL_SUCCESS; }
+aclError aclrtSetStreamOverflowSwitch(aclrtStream, uint32_t) { return ACL_SUCCESS; }
 aclError aclrtSetOpExecuteTimeOut(uint32_t) { return ACL_SUCCESS; }
 aclError aclrtSetOpWaitTimeout(uint32_t) { return ACL_SUCCESS; }
 
