@@ -5,6 +5,7 @@ way; `..._limit` says in words why an operator cannot serve a call. Only Ascend 
 torch_npu 2.13.0, `_op_plugin_docs.py`; they are in `torch.ops` once that package is imported.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -16,6 +17,7 @@ MODES = ("auto", "on", "off")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 895
 MAX_ROWS = 999  # batch x heads if interleaved, else each of them
+FIRST_INTERLEAVED = "Ascend910B1"  # older chips have another operator, for halves alone
 
 
 def check_fused(mode: str, kind: str) -> None:
@@ -65,10 +67,12 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved
     if limit is not None:
         return plain_rotary(x, cos, sin, interleaved=interleaved)
     mode = "interleave" if interleaved else "half"
+    before, long, behind = _folded(x.shape, cos.shape)
+    shapes = (before, long, behind, x.shape[3]), (1, long, 1, x.shape[3]), (1, long, 1, x.shape[3])
     # The operator rounds the tables to x's dtype; angles in half precision are another rotation.
-    there = x.float().contiguous(), cos.float().contiguous(), sin.float().contiguous()
+    there = [t.float().reshape(shape).contiguous() for t, shape in zip((x, cos, sin), shapes, strict=True)]
     turned = torch.ops.npu.npu_rotary_mul(*there, rotary_mode=mode)
-    return turned.to(x.dtype)
+    return turned.reshape(x.shape).to(x.dtype)
 
 
 def rotary_limit(
@@ -95,22 +99,39 @@ def rotary_limit(
             f"the fused rotation takes even head dims to {MAX_HEAD_DIM} and whole tables, not {shape[3]} "
             f"with {cos.shape[3]}"
         )
+    if interleaved and _is_older(kind):
+        return f"the fused rotation of neighbouring pairs is in {FIRST_INTERLEAVED} and newer chips"
     return _table_limit(shape, cos, interleaved)
 
 
 def _table_limit(shape: Sequence[int], cos: torch.Tensor, interleaved: bool) -> str | None:
-    """Why the operator cannot take tables of this shape, which must be one for all samples and heads."""
+    """Why the operator cannot take tables of this shape, folded."""
     long = [place for place in range(3) if cos.shape[place] != 1]
-    if len(long) > 1 or any(cos.shape[place] != shape[place] for place in long):
-        return (
-            f"the fused rotation takes one table for all samples and heads of {tuple(shape)}, "
-            f"not {_text(cos)}"
-        )
-    rows = [shape[place] for place in range(3) if place not in long]  # batch and heads
-    if (math.prod(rows) if interleaved else max(rows)) > MAX_ROWS:
+    # Axes apart would need both tables as large as x; no model has such ones.
+    if long == [0, 2] or any(cos.shape[place] != shape[place] for place in long):
+        return f"the fused rotation takes tables by neighbouring axes of {tuple(shape)}, not {_text(cos)}"
+    before, _, behind = _folded(shape, cos.shape)
+    if (before * behind if interleaved else max(before, behind)) > MAX_ROWS:
         how = "batch x heads" if interleaved else "batch and heads"
-        return f"the fused rotation takes {how} to {MAX_ROWS}, not {' x '.join(map(str, rows))}"
+        return f"the fused rotation takes {how} to {MAX_ROWS}, not {before} x {behind}"
     return None
+
+
+def _folded(shape: Sequence[int], tables: Sequence[int]) -> tuple[int, int, int]:
+    """The first three dims of a shape as (B, S, N), where only S is long in the tables.
+
+    The operator takes one table for all samples and heads, (1, S, 1, D), but any S: neighbouring axes on
+    which tables differ are one axis to it.
+    """
+    long = [place for place in range(3) if tables[place] != 1]
+    first, last = (long[0], long[-1] + 1) if long else (1, 1)
+    return math.prod(shape[:first]), math.prod(shape[first:last]), math.prod(shape[last:3])
+
+
+@functools.cache
+def _is_older(kind: str) -> bool:
+    """True if this process's chips are older than FIRST_INTERLEAVED, as are just those without bf16."""
+    return not torch.get_device_module(kind).is_bf16_supported()
 
 
 def plain_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:

@@ -19,7 +19,7 @@ from runtime import fused
 from runtime.log import get_logger
 from usp.adapter import matching
 from usp.plan import ShardPlan
-from usp.rotations import ROTATIONS, UNSERVED, Rotation, Tables
+from usp.rotations import ROTATIONS, UNSERVED, Call, Rotation, Tables
 
 logger = get_logger(__name__)
 
@@ -58,8 +58,8 @@ class Fused:
         self._said: set[str] = set()
         self._forwards: list[tuple[nn.Module, Any]] = []
         self._handles: list[Any] = []
-        # The tables of the forward at hand: of which angles, with which text, for which norms.
-        self._made: tuple[Any, tuple[int, bool], tuple[Tables, ...]] | None = None
+        # The tables of the forward at hand: of which angles, in which call, for which norms.
+        self._made: tuple[Any, Call, tuple[Tables, ...]] | None = None
         from diffusers.models.normalization import RMSNorm  # late: rank 0 alone may say what importing says
 
         for norm in model.modules():
@@ -67,8 +67,9 @@ class Fused:
                 self._take_norm(norm)
         planned = [m for entry in plan.attentions for _, m in matching(model, entry.modules)]
         for module in model.modules() if fusing else ():
-            known = _processor_of(module) in ROTATIONS and not getattr(module, "is_cross_attention", False)
-            if known or module in planned:
+            known = ROTATIONS.get(_processor_of(module))
+            across = getattr(module, "is_cross_attention", False)
+            if module in planned or (known is not None and not known.planned and not across):
                 self._take_rotation(module)
 
     def close(self) -> None:
@@ -158,9 +159,9 @@ class Fused:
         """The tables of these angles, made once for all attentions that get the same object."""
         text = arguments.get("encoder_hidden_states")
         joined = getattr(attention, "add_q_proj", None) is None
-        key = (0 if text is None else text.shape[1], joined)
-        if self._made is None or self._made[0] is not angles or self._made[1] != key:
-            self._made = angles, key, rotation.tables(angles, *key)
+        call = Call(0 if text is None else text.shape[1], joined, attention.heads)
+        if self._made is None or self._made[0] is not angles or self._made[1] != call:
+            self._made = angles, call, rotation.tables(angles, call)
         return self._made[2]
 
     def _leave(self, why: str) -> None:

@@ -3,12 +3,14 @@
 import ast
 import contextlib
 import copy
+import functools
 import inspect
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import diffusers.models.normalization as library
+import numpy as np
 import torch
 from diffusers.models.normalization import RMSNorm
 from torch import nn
@@ -17,6 +19,8 @@ from runtime import fused
 from tests import simulated
 from tests.npu import bodies
 from tests.npu.bodies import device, error_text
+from tests.usp import families
+from tests.usp.in_ranks import SEED
 from usp.demo import tiny
 from usp.fusing import Fused, fuse
 from usp.pipeline import ParallelPipeline
@@ -113,13 +117,20 @@ ACCEPTED = {  # x, tables without their last dim
     "head dim 6": ((1, 4, 2, 6), (1, 4, 1)),
     "widest": ((1, 2, 1, 894), (1, 2, 1)),
     "999 rows": ((37, 2, 27, 4), (1, 2, 1)),
+    "tables by sample": ((2, 7, 3, 16), (2, 7, 1)),
+    "tables by head": ((2, 7, 3, 16), (1, 7, 3)),
+    "tables by sample and head": ((2, 7, 3, 16), (2, 7, 3)),
+    "tables by head, heads first": ((2, 3, 7, 16), (1, 3, 7)),
+    "tables by sample, tokens first": ((7, 2, 3, 16), (7, 2, 1)),
+    "1000 rows by head": ((40, 2, 25, 4), (1, 2, 25)),
+    "many tables": ((2, 300, 4, 6), (2, 300, 4)),
 }
 REFUSED = {
     "odd head dim": ((1, 4, 2, 7), (1, 4, 1)),
     "head dim 896": ((1, 2, 1, 896), (1, 2, 1)),
     "1000 rows": ((40, 2, 25, 4), (1, 2, 1)),
-    "tables by sample": ((2, 4, 2, 8), (2, 4, 1)),
-    "tables by head": ((1, 4, 2, 8), (1, 4, 2)),
+    "1000 heads by sample": ((2, 4, 1000, 4), (2, 4, 1)),
+    "tables by axes apart": ((2, 3, 4, 8), (2, 1, 4)),
     "three dims": ((4, 2, 8), (4, 1)),
 }
 
@@ -142,6 +153,13 @@ def rotation_errors() -> dict[str, float]:
                     found[key] = ulps(got, want)
                     assert ran() == {"npu_rotary_mul": 1}, key
     return found
+
+
+def rotation_limits() -> dict[str, str | None]:
+    """Why a chip's operator rotates neither neighbours nor halves of a tensor that others take."""
+    x, (cos, sin) = random(1, 4, 2, 8).to(device()), [t.to(device()) for t in tables((1, 4, 1), 8)]
+    ask = functools.partial(fused.rotary_limit, x.shape, x.dtype, x.device.type, cos, sin)
+    return {"neighbours": ask(interleaved=True), "halves": ask(interleaved=False)}
 
 
 def handed_back() -> dict[str, str]:
@@ -256,6 +274,14 @@ def unet_with(mode: str) -> str:
 def demo(layout: str, mode: str) -> Any:
     """`bodies.demo` with or without fused operators."""
     return bodies.demo(layout, fused=mode)
+
+
+def shared(family: str, cell: families.Cell) -> tuple[np.ndarray, dict[str, int]]:
+    """A family's latents, fused and over the ranks of a cell, and how often each operator ran for them."""
+    with ParallelPipeline(families.pipeline_of(family, cell), cell.layout, fused="on") as pipe:
+        simulated.reset_counts()
+        result = pipe(**families.call_of(family, cell), seed=SEED)
+    return bodies.host(result.frames if hasattr(result, "frames") else result.images), ran()
 
 
 def options_when_weights_move() -> list[tuple[bool, str]]:
