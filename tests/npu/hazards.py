@@ -11,10 +11,17 @@ from tests.npu.bodies import WORLD, device, error_text
 from tests.usp.test_attention import cached_groups
 from usp import comm
 from usp.attention.kernels import KERNELS, attention, choice, choose, lse_attention, plain
+from usp.attention.npu_kernels import log_sum_exp
 from usp.config import parse_parallel
 from usp.mesh import make_groups
 
 ROOT = Path(__file__).parents[2]
+ARRANGED = {  # from (B, S, N, D)
+    "BSND": lambda t: t,
+    "BNSD": lambda t: t.transpose(1, 2),
+    "BSH": lambda t: t.flatten(2),
+    "SBH": lambda t: t.flatten(2).transpose(0, 1),
+}
 
 
 def counted(what: str) -> int:
@@ -223,6 +230,26 @@ def kernel_errors() -> dict[str, float]:
                     same_rows = torch.equal(lse.cpu() == -torch.inf, wanted[1] == -torch.inf)
                     key = f"{name} {dtype} D{dim} {what} {scale}"
                     found[key] = max(errors) if same_rows else float("nan")
+    return found
+
+
+def log_sum_exps() -> dict[str, float]:
+    """Ours of the fused operator's statistics, in each layout that has dense ones, against float64."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, h, 16, generator=generator) for n, h in ((5, 6), (8, 3), (8, 3)))
+    hidden = torch.rand(2, 1, 5, 8, generator=generator) > 0.5
+    hidden[..., 0] = False
+    scores = 0.3 * q.double().transpose(1, 2) @ k.double().repeat_interleave(2, 2).permute(0, 2, 3, 1)
+    found = {}
+    for layout, arranged in ARRANGED.items():
+        for mask in (None, hidden):
+            there = [arranged(t).contiguous().to(device()) for t in (q, k, v)]
+            there_mask = None if mask is None else mask.to(device())
+            options = {"atten_mask": there_mask, "scale": 0.3}
+            _, *statistics = torch.ops.npu.npu_fusion_attention(*there, 6, layout, **options)[:3]
+            shown = scores if mask is None else scores.masked_fill(mask, -torch.inf)
+            error = (log_sum_exp(*statistics).cpu() - shown.logsumexp(-1)).abs().max().item()
+            found[f"{layout} {'masked' if mask is not None else 'whole'}"] = error
     return found
 
 

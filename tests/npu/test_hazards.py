@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.npu import hazards
+from usp.attention.npu_kernels import log_sum_exp
 
 OLDER_CANN, NEWEST_CHIP = {"SIMULATED_CANN": "8.5.0"}, {"SIMULATED_NPU_SOC": "Ascend950PR_9599"}
 DETECT = """
@@ -141,6 +142,15 @@ def test_h20_h21_h24_h25_h29_each_kernel_matches_plain_attention(npu):
     assert {name.split()[0] for name in errors} == {"npu-infer", "npu-fusion", "plain"}
     for name, error in errors.items():
         assert error <= (1e-5 if "float32" in name else 2e-2), name
+
+
+def test_h25_the_log_sum_exp_is_right_in_every_layout(npu):
+    """From (B, N, S, 8) of each dense layout, 1e-5 to float64; what TND gives is refused, not misread."""
+    (errors,) = npu(1).run(hazards.log_sum_exps)
+    assert len(errors) == 2 * len(hazards.ARRANGED)
+    assert all(error <= 1e-5 for error in errors.values()), errors
+    with pytest.raises(AssertionError, match=r"statistics of shape \(10, 6, 8\) are those of TND"):
+        log_sum_exp(torch.zeros(10, 6, 8), torch.ones(10, 6, 8))
 
 
 def test_h19_an_additive_mask_makes_no_matrix_of_all_scores(npu):

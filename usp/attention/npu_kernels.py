@@ -35,11 +35,7 @@ def infer(
 def fusion(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention by `npu_fusion_attention`, in q's dtype, and its fp32 log-sum-exp.
-
-    The operator gives the greatest score and the sum of exponentials of each row, (B, H, Sq, 8) with the same
-    number eight times; lse = max + ln(sum).
-    """
+    """Attention by `npu_fusion_attention`, in q's dtype, and its fp32 log-sum-exp."""
     hidden = None if mask is None else _hidden(mask, q, k)
     out, greatest, total, *_ = torch.ops.npu.npu_fusion_attention(
         *(t.contiguous() for t in (q, k, v)),
@@ -49,7 +45,19 @@ def fusion(
         scale=q.shape[3] ** -0.5 if scale is None else scale,
         inner_precise=0 if hidden is None else FIX_EMPTY_ROWS,
     )
-    return _without_empty_rows(out, greatest[..., 0] + total[..., 0].log(), hidden)
+    return _without_empty_rows(out, log_sum_exp(greatest, total), hidden)
+
+
+def log_sum_exp(greatest: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """Each row's natural log-sum-exp, fp32 (B, H, Sq), of the softmax_max and softmax_sum of
+    `npu_fusion_attention`.
+
+    It gives the greatest score and the sum of exponentials as (B, H, Sq, 8), the same number eight times,
+    whether its input_layout is BSH, SBH, BSND or BNSD. From TND come three dims, which by default hold heads
+    before tokens whatever their shape says; nothing here asks for it, and it is refused.
+    """
+    assert greatest.ndim == 4, f"statistics of shape {tuple(greatest.shape)} are those of TND"
+    return greatest[..., 0] + total[..., 0].log()
 
 
 def infer_limit(q: torch.Tensor, mask: torch.Tensor | None) -> str | None:
