@@ -253,6 +253,15 @@ def log_sum_exps() -> dict[str, float]:
     return found
 
 
+def without_infinities() -> tuple[list[float], str]:
+    """What the device gives for inf, -inf and NaN, and which kernel serves fp32 with a mask."""
+    one = torch.ones(1, device=device())
+    numbers = [(one * 1000).exp(), one.masked_fill(one > 0, -torch.inf), (one - one) / (one - one)]
+    q = torch.zeros(1, 5, 2, 64, device=device())
+    mask = torch.ones(1, 1, 1, 8, dtype=torch.bool, device=device())
+    return [number.item() for number in numbers], choice("auto", q, mask)
+
+
 def an_additive_mask() -> tuple[float, dict[str, int]]:
     """Attention with a float mask against the CPU's, and which operators ran."""
     from tests import simulated

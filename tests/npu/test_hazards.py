@@ -9,10 +9,13 @@ import sys
 import pytest
 import torch
 
-from tests.npu import hazards
+from tests.npu import bodies, hazards
 from usp.attention.npu_kernels import log_sum_exp
 
 OLDER_CANN, NEWEST_CHIP = {"SIMULATED_CANN": "8.5.0"}, {"SIMULATED_NPU_SOC": "Ascend950PR_9599"}
+OLDEST_CHIP = {"SIMULATED_NPU_SOC": "Ascend910A"}  # it saturates; newer ones do if they are made to
+SATURATION = {"INF_NAN_MODE_ENABLE": "0", "INF_NAN_MODE_FORCE_DISABLE": "1"}
+LARGEST = torch.finfo(torch.float32).max
 DETECT = """
 import torch
 from runtime.device import detect_device, device_count
@@ -178,6 +181,26 @@ def test_h36_h37_h38_h40_the_device_as_the_runtime_sees_it(npu):
     assert "generator" in facts["cpu generator"]
     (error,) = npu(1, SIMULATED_NPU_MB="64").run(hazards.too_much)
     assert error.startswith("OutOfMemoryError")
+
+
+@pytest.mark.parametrize(
+    ("knobs", "kernel", "path"),
+    [(OLDEST_CHIP, "plain", "HcclBatchSendRecv"), (SATURATION, "npu-fusion", "HcclGroup")],
+)
+def test_h43_masks_are_right_on_chips_without_infinities(npu, knobs, kernel, path):
+    """-inf is the most negative number and NaN is 0: each kind of mask, as on the CPU; 1e-5.
+
+    The first generation has none of the fused attentions, and talks through HcclBatchSendRecv.
+    """
+    ranks = npu(2, **knobs)
+    for numbers, chosen in ranks.run(hazards.without_infinities):
+        assert numbers == [LARGEST, -LARGEST, 0.0]
+        assert chosen.split()[0] == kernel
+    for layout in ("ring2", "ulysses2"):
+        for errors in ranks.run(bodies.run_body, "attention", "check_masks", layout):
+            assert all(error <= 1e-5 for error in errors.values()), errors  # NaN fails too
+    for _, calls in ranks.run(hazards.ring_path, "ring2"):
+        assert [name for name, times in calls.items() if times] == [path]
 
 
 def test_h44_no_gather_of_torch_is_called():

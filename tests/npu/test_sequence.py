@@ -29,4 +29,4 @@ def test_grouped_heads_batches_half_precision_and_masks_match_the_cpu(npu, size,
     """Grouped-query heads, B = 2, bf16 and fp16 within one rounding, every kind of mask."""
     for body in ("check_options", "check_masks"):
         for errors in npu(size).run(bodies.run_body, "attention", body, layout):
-            assert max(errors.values()) <= 1e-5, errors
+            assert all(error <= 1e-5 for error in errors.values()), errors  # NaN fails too

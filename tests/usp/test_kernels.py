@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from usp.attention import kernels
 from usp.attention.kernels import (
@@ -22,6 +24,7 @@ from usp.attention.kernels import (
     plain,
     sdpa,
 )
+from usp.attention.ring import MergedAttention
 
 CPU = torch.device("cpu")
 USABLE = [name for name, kernel in KERNELS.items() if kernel.device_types in ((), ("cpu",))]
@@ -224,6 +227,75 @@ def test_plain_in_tiles_equals_plain_whole(masked):
             assert torch.allclose(got, want, atol=1e-6)
     for got, want in zip(whole, exact(q, k, v, mask), strict=True):
         assert torch.allclose(got.double(), want, atol=2e-6)
+
+
+class Saturating(TorchDispatchMode):
+    """A chip without infinities: an operator gives the greatest finite number for inf, and 0 for NaN.
+
+    With `refuses` none may be given to an operator as a number, either.
+    """
+
+    def __init__(self, *, refuses: bool = False) -> None:
+        super().__init__()
+        self._refuses = refuses
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [a for a in args if isinstance(a, float) and math.isinf(a)]
+        assert not (self._refuses and given), f"{func} was given {given}"
+        result = func(*args, **(kwargs or {}))
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        for tensor in [] if is_view else tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                tensor.nan_to_num_(nan=0.0)
+        return result
+
+
+def masks_of(shown: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A bool mask, and the same as additive ones, as the chip in force makes them."""
+    made = {
+        dtype: torch.zeros(shown.shape, dtype=dtype).masked_fill(~shown, -math.inf)
+        for dtype in (torch.float32, torch.float16)
+    }
+    return {"bool": shown, **{str(dtype): mask for dtype, mask in made.items()}}
+
+
+@pytest.mark.parametrize("tile", [1, 1 << 24])
+def test_h43_plain_attention_masks_without_infinities(tile):
+    """No -inf is used; where it is the most negative number hidden keys weigh 0, and rows of them give 0."""
+    q, k, v = tensors(5, 7)
+    shown = torch.rand(2, 1, 5, 7, generator=torch.Generator().manual_seed(0)) > 0.4
+    shown[:, :, 2] = False
+    want, want_lse = exact(q, k, v, shown)
+    masks = masks_of(shown)
+    with Saturating():
+        masks |= {f"{name} made there": mask for name, mask in masks_of(shown).items()}
+    with Saturating(refuses=True):
+        found = {name: plain(q, k, v, mask, None, tile=tile) for name, mask in masks.items()}
+    for name, (out, lse) in found.items():
+        assert torch.equal(out[:, 2], torch.zeros_like(out[:, 2])), name
+        assert (lse[:, :, 2] == torch.finfo(torch.float32).min).all(), name
+        assert torch.allclose(out.double(), want, atol=2e-6), name
+        rows = [0, 1, 3, 4]
+        assert torch.allclose(lse[:, :, rows].double(), want_lse[:, :, rows], atol=8e-6), name
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_h43_blocks_merge_without_infinities(order):
+    """A block that shows a row nothing counts for nothing, before, between and after others; no row, 0."""
+    q, k, v = tensors(5, 9)
+    shown = torch.rand(1, 1, 5, 9, generator=torch.Generator().manual_seed(1)) > 0.4
+    shown[..., 2, :] = False  # no key anywhere
+    shown[..., 1, :3] = shown[..., 3, 3:6] = False  # none in one block
+    shown[..., 4, 3:] = False  # none but in the first
+    want, _ = exact(q, k, v, shown)
+    columns = [slice(3 * block, 3 * block + 3) for block in order]
+    with Saturating():
+        merged = MergedAttention()
+        for here in columns:
+            merged.add(*lse_attention(q, k[:, here], v[:, here], shown[..., here], kernel="plain"))
+        out = merged.result()
+    assert torch.equal(out[:, 2], torch.zeros_like(out[:, 2]))
+    assert torch.allclose(out.double(), want, atol=2e-6)
 
 
 def test_plain_holds_no_more_scores_than_its_tile(monkeypatch):

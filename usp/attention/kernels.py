@@ -1,8 +1,9 @@
 """Local attention kernels: softmax(q k^T * scale + mask) v, with and without its log-sum-exp.
 
 Shapes: q (B, Sq, H, D), k and v (B, Sk, Hkv, D) where Hkv divides H, mask (B|1, H|1, Sq|1, Sk), bool (True
-attends) or additive. A row without any key gives 0, with log-sum-exp -inf. With a log-sum-exp, both results
-are fp32 (fp64 for fp64), lse is the natural log, (B, H, Sq).
+attends) or additive. A row without any key gives 0, with log-sum-exp -inf; a chip that saturates has its most
+negative number there. With a log-sum-exp, both results are fp32 (fp64 for fp64), lse is the natural log,
+(B, H, Sq).
 """
 
 import functools
@@ -159,15 +160,16 @@ def plain(
     work = torch.float64 if q.dtype == torch.float64 else torch.float32
     q, k, v = (t.to(work).transpose(1, 2) for t in _repeat_kv(q, k, v))  # B H S D
     keys = k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    bias = None if mask is None else as_additive(mask, work)
     outs, lses = [], []
     rows = max(1, tile // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
     for low in range(0, q.shape[2], rows):
+        here = mask if mask is None or mask.shape[2] == 1 else mask[:, :, low : low + rows]
         scores = q[:, :, low : low + rows] @ keys
-        if bias is not None:
-            scores = scores + (bias if bias.shape[2] == 1 else bias[:, :, low : low + rows])
+        if here is not None:
+            scores = _masked(scores, here)
         top = scores.amax(-1, keepdim=True)
-        top = top.masked_fill(top == -math.inf, 0)  # a row without keys: exp(-inf - 0) is 0, not NaN
+        if here is not None:  # a row without keys: exp(lowest - 0) is 0, where exp(lowest - lowest) is 1
+            top = top.masked_fill(~_shown(here, work).any(-1, keepdim=True), 0)
         weights = (scores - top).exp_()
         total = weights.sum(-1, keepdim=True)
         outs.append((weights @ v) / total.masked_fill(total == 0, 1))
@@ -323,6 +325,24 @@ def as_additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -math.inf)
+
+
+def _masked(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Scores with a bool mask's hidden keys at the most negative number, or with an additive mask added."""
+    if mask.dtype == torch.bool:
+        return scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    return scores + mask.to(scores.dtype)
+
+
+def _shown(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The keys that a mask does not hide: as bool, True is shown; as numbers to add in `dtype`, -inf hides.
+
+    First-generation Ascend chips saturate, and have the most negative number of a dtype for its -inf.
+    """
+    if mask.dtype == torch.bool:
+        return mask
+    mask = mask if mask.dtype in HALF else mask.to(dtype)
+    return mask > mask.new_full((), torch.finfo(mask.dtype).min) * 2
 
 
 def _repeat_kv(

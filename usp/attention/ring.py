@@ -58,7 +58,8 @@ class MergedAttention:
     """The attention over all blocks of keys added so far, kept as a running softmax in fp32.
 
     With blocks a and b: m = max(lse_a, lse_b), w = exp(lse - m), out = (w_a out_a + w_b out_b) / (w_a + w_b).
-    A block that is wholly masked has lse = -inf and weight 0; rows with no key in any block give 0.
+    A block that is wholly masked has out = 0, lse = -inf and weight 0; rows with no key in any block give 0.
+    So they do where a chip saturates, and lse is the most negative number: its weight is 0 beside any key.
     """
 
     def __init__(self) -> None:
@@ -70,7 +71,7 @@ class MergedAttention:
         """Merge in one block's fp32 result and log-sum-exp; the first result is kept and written to."""
         if self._sum is None or self._weight is None or self._top is None:
             self._sum, self._top = out_BSHD, lse_BHS
-            self._weight = (lse_BHS != -math.inf).to(lse_BHS.dtype)
+            self._weight = torch.ones_like(lse_BHS)
             return
         top = torch.maximum(self._top, lse_BHS)
         finite = top.masked_fill(top == -math.inf, 0)  # exp(-inf - 0) is 0; exp(-inf - -inf) would be NaN
