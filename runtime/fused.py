@@ -99,9 +99,16 @@ def rotary_limit(
             f"the fused rotation takes even head dims to {MAX_HEAD_DIM} and whole tables, not {shape[3]} "
             f"with {cos.shape[3]}"
         )
-    if interleaved and _is_older(kind):
-        return f"the fused rotation of neighbouring pairs is in {FIRST_INTERLEAVED} and newer chips"
+    if interleaved and (limit := pairs_limit(kind)) is not None:
+        return limit
     return _table_limit(shape, cos, interleaved)
+
+
+def pairs_limit(kind: str) -> str | None:
+    """Why the vendor's rotation turns no neighbouring pairs on this process's devices of a kind, or None."""
+    if kind in KINDS and _is_older(kind):
+        return f"the fused rotation of neighbouring pairs is in {FIRST_INTERLEAVED} and newer chips"
+    return None
 
 
 def _table_limit(shape: Sequence[int], cos: torch.Tensor, interleaved: bool) -> str | None:

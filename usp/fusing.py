@@ -34,7 +34,7 @@ def fuse(model: nn.Module, plan: ShardPlan, mode: str, kind: str) -> "Fused | No
     fused.check_fused(mode, kind)
     if kind not in fused.KINDS:
         return None
-    made = Fused(model, plan, fusing=mode != "off")
+    made = Fused(model, plan, fusing=mode != "off", pairs_limit=fused.pairs_limit(kind))
     if mode == "on" and not made.norms and not made.rotations:
         made.close()
         raise ValueError(
@@ -48,13 +48,16 @@ class Fused:
     """A model with its norms and rotations fused, or with `fusing` False kept plain; `close()` undoes it.
 
     `norms` and `rotations` are how many there are: as many calls of the vendor's operators in a forward of
-    the whole model, where each takes what comes. Says so itself, as text.
+    the whole model, where each takes what comes. `pairs_limit` is why this device's operator rotates none, or
+    None. Says so itself, as text.
     """
 
-    def __init__(self, model: nn.Module, plan: ShardPlan, *, fusing: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, plan: ShardPlan, *, fusing: bool = True, pairs_limit: str | None = None
+    ) -> None:
         self.norms = self.rotations = 0
         self.left: dict[str, int] = {}  # why a norm or a rotation was left as it was, and how many
-        self._name, self._fusing = type(model).__name__, fusing
+        self._name, self._fusing, self._pairs_limit = type(model).__name__, fusing, pairs_limit
         self._said: set[str] = set()
         self._forwards: list[tuple[nn.Module, Any]] = []
         self._handles: list[Any] = []
@@ -121,6 +124,10 @@ class Fused:
         norms = [name for name in rotation.norms if isinstance(getattr(attention, name, None), nn.Module)]
         if norms[:2] != list(rotation.norms[:2]):
             return self._leave(f"{processor} without norms of query and key")
+        if self._pairs_limit is not None:
+            self._leave(self._pairs_limit)
+            if not rotation.complex:
+                return None
         rotated = _Rotated(rotation, norms, inspect.signature(attention.forward))
         before = functools.partial(self._before, rotated)
         self._handles.append(attention.register_forward_pre_hook(before, with_kwargs=True))
@@ -128,7 +135,7 @@ class Fused:
         for name in norms:
             hook = functools.partial(rotated.rotate, name)
             self._handles.append(getattr(attention, name).register_forward_hook(hook))
-        self.rotations += len(norms)
+        self.rotations += len(norms) if self._pairs_limit is None else 0
         return None
 
     def _before(

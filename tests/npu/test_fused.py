@@ -108,14 +108,11 @@ def test_the_bundled_model_over_two_ranks(npu, film, mode):
 def test_the_first_generation_turns_halves_only_and_complex_angles_become_real(npu):
     """An Ascend910A's operator refuses neighbouring pairs: plain, with the reason, and no complex product."""
     ranks = npu(1, SIMULATED_NPU_SOC="Ascend910A")
-    assert ranks.run(fusing.rotation_limits) == [
-        {
-            "neighbours": "the fused rotation of neighbouring pairs is in Ascend910B1 and newer chips",
-            "halves": None,
-        }
-    ]
+    refused = "the fused rotation of neighbouring pairs is in Ascend910B1 and newer chips"
+    assert ranks.run(fusing.rotation_limits) == [{"neighbours": refused, "halves": None}]
     (found,) = ranks.run(fusing.transformer, "z-image", {})
     assert found["on"]["ran"] == {"npu_rms_norm": FAMILIES["z-image"][0]}
+    assert found["on"]["said"] == f"25 norms and 0 rotations fused; 4 not: {refused}"
     assert found["on"]["complex"] == 0
     assert found["off"]["complex"] == FAMILIES["z-image"][1]
     assert max(found["on"]["error"], found["off"]["error"]) <= TOLERANCE
