@@ -25,6 +25,8 @@ EXAMPLE = """\
   python -m launchers npu --nproc 8 -- -m usp.run wan-t2v --prompt "a red circle moving right"
   python -m launchers slurm --device cuda --nproc 8 --nodes 2 --exec -- -m usp.run wan-t2v
   python -m launchers doctor
+
+torchrun's own options go first behind --, as in -- --numa-binding node -m usp.run wan-t2v
 """
 CORES_PER_RANK = 8  # asked of a scheduler unless --cpus says otherwise
 USAGE_ERROR = 2
@@ -76,7 +78,7 @@ def _on_this_host(launch: Launch, options: argparse.Namespace) -> None:
     devices = options.devices
     if devices is None and visible is not None and not os.environ.get(visible):
         devices = tuple(range(launch.nproc))
-    port = free_ports(HCCL_PORT, HCCL_PORTS) if launch.kind == "npu" and launch.nodes == 1 else None
+    port = _hccl_port(launch, devices)
     host = Host(cores=available_cores(), devices=devices, hccl_port=port)
     settings = environment(launch, host, os.environ)
     if launch.nodes == 1:
@@ -91,6 +93,16 @@ def _on_this_host(launch: Launch, options: argparse.Namespace) -> None:
     if options.exec:
         _become(commands[_this_node(launch, options)], settings)
     print(script(launch, settings, commands), end="")
+
+
+def _hccl_port(launch: Launch, devices: Sequence[int] | None) -> int | None:
+    """Where HCCL's free ports begin. Looks from a place that is the first device's own, as two launches at
+    once see the same ports free but use other devices."""
+    if launch.kind != "npu" or launch.nodes > 1:
+        return None
+    shown = os.environ.get("ASCEND_RT_VISIBLE_DEVICES", "").split(",")
+    first = min(devices or [int(word) for word in shown if word.strip().isdecimal()], default=0)
+    return free_ports(HCCL_PORT + HCCL_PORTS * (first % 64), HCCL_PORTS)
 
 
 def _this_node(launch: Launch, options: argparse.Namespace) -> int:

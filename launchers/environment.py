@@ -35,7 +35,7 @@ class Host:
     """What is known of the hosts that will run. `cores` is shared by the ranks of one host.
 
     `devices` are the numbers of those that may be used, in the order of local ranks; None leaves that to a
-    scheduler. `hccl_port` is the first of 16 free ports; None leaves the vendor's.
+    scheduler. `hccl_port` is the first of HCCL's ports in a row that are free; None if that is not known.
     """
 
     cores: int
@@ -162,14 +162,25 @@ def _ascend(launch: Launch, host: Host, given: Mapping[str, str]) -> Iterator[Se
     cost = f"{launch.groups} communicators of 2 x {size} MB on each rank"
     if launch.world_size > 1:
         yield Setting("HCCL_BUFFSIZE", str(size), cost)
-        if host.hccl_port is not None and not given.get("HCCL_HOST_SOCKET_PORT_RANGE"):
-            ports = f"{host.hccl_port}-{host.hccl_port + HCCL_PORTS - 1}"
-            yield Setting("HCCL_IF_BASE_PORT", str(host.hccl_port), f"ports {ports} are free on this host")
-    yield Setting("CPU_AFFINITY_CONF", "1", "each rank on the cores next to its device")
+        yield _hccl_ports(host, given)
+    yield Setting("CPU_AFFINITY_CONF", "1", "each rank on its share of the cores")
     if given.get("ASCEND_LAUNCH_BLOCKING") == "1":
         yield Setting("ASCEND_LAUNCH_BLOCKING", "1", "")
     else:
         yield Setting("TASK_QUEUE_ENABLE", "1", "operators are queued; 2 needs more memory at the peak")
+
+
+def _hccl_ports(host: Host, given: Mapping[str, str]) -> Setting:
+    """Free ports for HCCL: known ones on this host; on others the system finds them, when it is asked."""
+    for name in ("HCCL_HOST_SOCKET_PORT_RANGE", "HCCL_IF_BASE_PORT"):  # the first has the last word
+        if given.get(name):
+            return Setting(name, given[name], "")
+    if host.hccl_port is None:
+        return Setting(
+            "HCCL_HOST_SOCKET_PORT_RANGE", "auto", "free ports on each host, for jobs that share one"
+        )
+    ports = f"{host.hccl_port}-{host.hccl_port + HCCL_PORTS - 1}"
+    return Setting("HCCL_IF_BASE_PORT", str(host.hccl_port), f"ports {ports} are free on this host")
 
 
 def _seconds(name: str, value: str) -> float:

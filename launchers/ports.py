@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 from launchers.usprun import UsageError
 
-HCCL_PORT, HCCL_PORTS = 60000, 16  # what HCCL takes on a host unless HCCL_IF_BASE_PORT says otherwise
+# What HCCL takes on a host unless HCCL_IF_BASE_PORT says otherwise: 16 ports, from CANN 8.2 on 32.
+HCCL_PORT, HCCL_PORTS = 60000, 32
 
 
 def taken(ports: Iterable[int]) -> list[int]:

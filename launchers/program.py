@@ -7,11 +7,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from launchers.usprun import UsageError, torchrun_arguments
+from launchers.usprun import UsageError, read_options, torchrun_arguments
 from launchers.vendors import VENDORS, Vendor
 
 TIMEOUT_S = 600.0  # what `usp` gives a collective if nothing else is said
 AXES = ("cfg", "ring", "gather_kv", "ulysses")
+OURS = ("usp.run", "usp.verify", "usp.bench")  # take --device; without it the first device found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +52,9 @@ def describe(
 ) -> Launch:
     """Return the launch; timeout and groups are read from the program's own words unless they are given.
 
-    Raises UsageError for what cannot be started: no program, no ranks, more ranks than such a host can have,
-    or a timeout other than the program's.
+    A command of ours is told its device, which it would choose by itself. Raises UsageError for what cannot
+    be started: no program, no ranks, more ranks than such a host can have, or a device or timeout other than
+    the program's.
     """
     if not program:
         raise UsageError("no program was given; put it behind --, as in -- -m usp.run wan-t2v")
@@ -69,10 +71,25 @@ def describe(
         kind=kind,
         nproc=nproc,
         nodes=nodes,
-        program=tuple(program),
+        program=(*program, *_device_words(program, kind)),
         timeout_s=timeout_s or float(said or TIMEOUT_S),
         groups=groups or count_groups(program, nproc * nodes),
     )
+
+
+def _device_words(program: Sequence[str], kind: str) -> tuple[str, ...]:
+    options = read_options(program)
+    name = next((word for word in program[options[-1].end if options else 0 :] if word != "--"), None)
+    if name not in OURS:
+        return ()
+    said = option_value(program, "--device")
+    if said is None:
+        return ("--device", kind)
+    if said.partition(":")[0] != kind and (said.partition(":")[0], kind) != ("cuda", "rocm"):
+        raise UsageError(
+            f"the program's --device {said} in a launch on {kind}; leave it out, or launch on that"
+        )
+    return ()
 
 
 def option_value(words: Sequence[str], name: str) -> str | None:

@@ -23,7 +23,8 @@ UNINDEXED = frozenset({"mps", "cpu"})
 ALIASES = {"rocm": "cuda"}
 
 BACKENDS = {"cuda": "nccl", "npu": "hccl", "musa": "mccl", "xpu": "xccl", "mps": "gloo", "cpu": "gloo"}
-# Only nccl binds a group to a device at init; hccl refuses device_id in torch 2.8.
+# nccl alone is bound to a device at init: hccl refuses device_id in torch 2.8. mccl would take it; but a
+# rank's device is current by then, and each collective of ours has a tensor on it.
 TAKES_DEVICE_ID = frozenset({"nccl"})
 # gloo moves cuda tensors through host memory; it cannot carry the others.
 GLOO_CARRIES = frozenset({"cuda", "mps", "cpu"})

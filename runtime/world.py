@@ -137,13 +137,13 @@ class World:
 
     def close(self) -> None:
         """Destroy the group if `connect` made it and this is its last user. Further calls do nothing."""
-        if self.owned and self.group is not None:
-            self.owned = False
-            USERS[self.group] -= 1
-            if not USERS[self.group]:
-                del USERS[self.group]
-                dist.destroy_process_group(self.group)
-        self.group = None
+        ours = [self.group] if self.owned and self.group is not None else []
+        self.group, self.owned = None, False
+        if ours:
+            USERS[ours[0]] -= 1
+            if not USERS[ours[0]]:
+                del USERS[ours[0]]
+                end_groups(ours)
 
     def hold(self) -> None:
         """Count this World as a user of a group that `connect` made."""
@@ -157,6 +157,18 @@ class World:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def end_groups(groups: list[ProcessGroup]) -> None:
+    """Destroy these process groups and empty the list, which should hold the last reference to each.
+
+    torch 2.7 ends the threads of a gloo group with Python's lock held, for which one of them may be waiting:
+    a hang (pytorch#154976, mended in 2.8). Not so if its backend goes after it, from Python.
+    """
+    backends = [group._get_backend(device) for group in groups for device in group._device_types]
+    while groups:
+        dist.destroy_process_group(groups.pop())
+    backends.clear()
 
 
 def poll(ready: Callable[[], bool], timeout_s: float) -> bool:

@@ -1,6 +1,7 @@
 """The design's rules on the shape of the code, kept by looking at every file's syntax tree."""
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -231,3 +232,28 @@ def test_the_top_level_is_the_agreed_one():
     ).stdout
     tops = {line.split("/")[0] for line in tracked.splitlines()}
     assert {top for top in tops if not top.startswith(".")} <= ours
+
+
+def named_tests(path: Path) -> set[str]:
+    return {
+        n.name for n in ast.walk(tree(path)) if isinstance(n, ast.FunctionDef) and n.name.startswith("test_")
+    }
+
+
+def test_every_trap_of_an_npu_is_a_test_that_exists_or_a_reason():
+    """All 45 rows of the table in tests/npu/README.md, each once; a name may be cut short by dots."""
+    table = (ROOT / "tests/npu/README.md").read_text(encoding="utf-8").split("\n## Traps\n")[1]
+    rows = re.findall(r"^\| ([\d, ]+) \| .+? \| (.+) \|$", table, re.MULTILINE)
+    assert sorted(int(number) for numbers, _ in rows for number in numbers.split(", ")) == list(range(1, 46))
+    here = set().union(*(named_tests(path) for path in (ROOT / "tests/npu").glob("test_*.py")))
+    for numbers, cell in rows:
+        named = re.findall(r"`(test_\w+?)(\.\.\.)?`", cell)
+        assert named or re.match("no test: |not simulated", cell), (
+            f"trap {numbers} has neither test nor reason"
+        )
+        for part in cell.split(";"):
+            place = re.search(r"tests/[\w/]+\.py", part)
+            known = named_tests(ROOT / place[0]) if place else here
+            for name, dots in re.findall(r"`(test_\w+?)(\.\.\.)?`", part):
+                found = [test for test in known if test.startswith(name)] if dots else known & {name}
+                assert found, f"trap {numbers}: no {name} in {place[0] if place else 'tests/npu'}"

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.report import format_bytes
+from runtime.world import end_groups
 from usp.config import AXES, ParallelConfig, Transport
 
 
@@ -100,11 +101,13 @@ class Groups:
     def close(self) -> None:
         """Free the kept buffers and destroy the communicators that `make_groups` made. May be called
         again."""
+        made = []
         for group in self.all:
             group.release()
             if group.handle is not None and group.handle is not dist.group.WORLD:
-                dist.destroy_process_group(group.handle)
+                made.append(group.handle)
             group.handle = None
+        end_groups(made)
 
 
 def axis_ranks(config: ParallelConfig) -> dict[str, list[tuple[int, ...]]]:

@@ -164,8 +164,6 @@ def pipeline_class(request: Request, facts: ModelFacts) -> str:
 
 def check_call(request: Request, facts: ModelFacts) -> None:
     """Raise ValueError unless the pipeline's class takes what is asked of it."""
-    import diffusers
-
     name = pipeline_class(request, facts)
     if name in ONE_IMAGE and len(request.images) > 1:
         raise ValueError(
@@ -175,7 +173,7 @@ def check_call(request: Request, facts: ModelFacts) -> None:
         raise ValueError(
             f"--image was given; {facts.folder} holds a model of text alone, not Wan 2.2 5B; leave it away"
         )
-    taken = inspect.signature(getattr(diffusers, name).__call__).parameters
+    taken = inspect.signature(_imported(name).__call__).parameters
     for argument in request.call_arguments():
         if argument not in taken:
             option = OPTIONS.get(argument, argument)
@@ -184,11 +182,25 @@ def check_call(request: Request, facts: ModelFacts) -> None:
             )
 
 
-def call_with_defaults(request: Request, facts: ModelFacts) -> dict[str, Any]:
-    """The call's arguments, with the pipeline class's defaults for the rest."""
+def _imported(name: str) -> Any:
+    """The class of diffusers; ValueError if what diffusers imports for it does not load."""
     import diffusers
 
-    call = inspect.signature(getattr(diffusers, pipeline_class(request, facts)).__call__)
+    try:
+        return getattr(diffusers, name)
+    except RuntimeError as error:
+        first: BaseException = error
+        while first.__cause__ or first.__context__:
+            first = first.__cause__ or first.__context__ or first
+        raise ValueError(
+            f"{name} of diffusers does not import ({type(first).__name__}: {first}); it loads every device's "
+            "package that is installed; python -m launchers doctor says which does not work here"
+        ) from error
+
+
+def call_with_defaults(request: Request, facts: ModelFacts) -> dict[str, Any]:
+    """The call's arguments, with the pipeline class's defaults for the rest."""
+    call = inspect.signature(_imported(pipeline_class(request, facts)).__call__)
     return {name: p.default for name, p in call.parameters.items()} | request.call_arguments()
 
 

@@ -101,7 +101,11 @@ def _check_seen(machine: Machine, torch: Torch, kind: str) -> Finding:
         built = {"cuda": torch.facts.get("cuda"), "rocm": torch.facts.get("hip")}
         if kind in built and not built[kind]:
             needs = f"torch {version} is not built for {kind}"
-        remedy = f"install a torch (or {vendor.package or 'driver'}) for {kind} that pairs with what is here"
+        remedy = f"install a torch for {kind}, or the driver that it needs"
+        if _lacks(torch, kind):
+            line = ".".join(str(version).split("+")[0].split(".")[:2])
+            on_pypi = f'pip install "torch_npu=={line}.*", which pairs with torch {line}'
+            remedy = on_pypi if kind == "npu" else f"install the vendor's pair of torch and {vendor.package}"
         return Finding("problem", f"{kind} in torch", needs, remedy)
     if not torch.has_backend(vendor.backend):
         fact = f"{seen} seen, but this torch has no {vendor.backend}; several ranks would be slow or refused"

@@ -99,18 +99,26 @@ def _check_hccl_ports(machine: Machine) -> Iterator[Finding]:
     shown = f"{ports[0]}-{ports[-1]}"
     if held := taken(ports):
         fact = f"HCCL's ports {shown}: {', '.join(map(str, held))} taken"
-        remedy = "export HCCL_HOST_SOCKET_PORT_RANGE=auto, or HCCL_IF_BASE_PORT with 16 free ones above it"
+        remedy = (
+            "python -m launchers npu picks free ones; or export HCCL_HOST_SOCKET_PORT_RANGE=auto, or "
+            f"HCCL_IF_BASE_PORT with {HCCL_PORTS} free ones from there"
+        )
         yield Finding("problem", "HCCL ports", fact, remedy)
         return
     lowest, highest = (machine.text("/proc/sys/net/ipv4/ip_local_port_range") or "0 0").split()[:2]
-    reserved = machine.text("/proc/sys/net/ipv4/ip_local_reserved_ports") or ""
-    given_away = any(int(lowest) <= port <= int(highest) for port in (ports[0], ports[-1]))
-    if given_away and shown not in reserved:
+    reserved = _ports_in(machine.text("/proc/sys/net/ipv4/ip_local_reserved_ports") or "")
+    if any(int(lowest) <= port <= int(highest) and port not in reserved for port in ports):
         fact = f"HCCL's ports {shown} are free, but within {lowest}-{highest}, which any connection may take"
         remedy = f"sysctl -w net.ipv4.ip_local_reserved_ports={shown}"
         yield Finding("note", "HCCL ports", fact, remedy)
     else:
         yield Finding("ok", "HCCL ports", f"{shown} are free")
+
+
+def _ports_in(text: str) -> set[int]:
+    """The ports of a list such as 8080,60000-60031."""
+    ends = [[int(end) for end in part.split("-")] for part in text.strip().split(",") if part]
+    return {port for part in ends for port in range(part[0], part[-1] + 1)}
 
 
 def _check_open_files() -> Finding:

@@ -157,8 +157,9 @@ def _check_autoload(machine: Machine, torch: Torch) -> Iterator[Finding]:
             "problem",
             "autoload",
             f"`import torch` fails since it loads {packages} by itself ({torch.error})",
-            f"set up the vendor's libraries for this shell (Ascend: source set_env.sh of CANN); or "
-            f"export {AUTOLOAD}=0; or uninstall {packages} on a machine without such a device",
+            f"set up the vendor's libraries for this shell (Ascend: source set_env.sh of CANN); or uninstall "
+            f"{packages} on a machine without such a device; {AUTOLOAD}=0 helps torch alone, as diffusers "
+            "loads it too",
         )
     elif torch.loads and machine.environ.get(AUTOLOAD) == "0":
         fact = f"off ({AUTOLOAD}=0); torch.npu and the like exist only after importing {packages}"
@@ -180,7 +181,8 @@ def _check_pair(torch: Torch, package: str) -> Finding:
         )
     if package in torch.broken:
         fact = f"{package} {theirs} does not load ({torch.broken[package]})"
-        return Finding("problem", "pairing", fact, "set up the vendor's libraries for this shell")
+        remedy = f"set up the vendor's libraries for this shell, or uninstall {package} if no device is here"
+        return Finding("problem", "pairing", fact, remedy)
     return Finding("ok", "pairing", f"{package} {theirs} with torch {ours}")
 
 

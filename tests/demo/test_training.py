@@ -54,6 +54,15 @@ def test_training_attention_equals_diffusers_attention() -> None:
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0.0)
 
 
+def test_a_torch_without_muon_is_told_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.7 runs the bundled model but cannot train it."""
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(
+        RuntimeError, match=r"^training needs torch\.optim\.Muon, which torch .* use torch 2\.9"
+    ):
+        training.MatrixAndOtherOptimizers([], torch.nn.Linear(1, 1), muon_lr=0.1, adamw_lr=0.1)
+
+
 @pytest.mark.parametrize(
     ("stage", "missing"), [("dit", "run stage vae first"), ("export", "run stage dit first")]
 )

@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -365,7 +366,13 @@ def test_hazard_3_a_device_that_was_asked_for_and_is_not_here_is_a_problem(tmp_p
     """`doctor npu` on a machine without: no card, and torch sees none."""
     found = lines(machine(tmp_path), seen("npu", 0, "hccl"), "npu")
     assert found["npu devices"].fact == "none: no card on the PCI bus and no /dev/davinci[0-9]*"
-    assert found["npu in torch"].state == "problem"
+    assert found["npu in torch"].fact == "torch 2.9.0 sees none"
+    bare = replace(seen("npu", 0, "hccl"), versions={"torch": "2.9.0"})
+    npu = lines(machine(tmp_path), bare, "npu")["npu in torch"]
+    assert (npu.state, npu.fact) == ("problem", "torch_npu is not installed")
+    assert npu.remedy == 'pip install "torch_npu==2.9.*", which pairs with torch 2.9'
+    musa = lines(machine(tmp_path), seen("musa", 0, "mccl"), "musa")["musa in torch"]
+    assert musa.remedy == "install the vendor's pair of torch and torch_musa"
     assert lines(machine(tmp_path), seen("cuda", 0, "nccl"), "cpu")["cpu"].state == "ok"
 
 
@@ -455,24 +462,27 @@ def test_variables_that_contradict_are_told(tmp_path, environ, state, fact):
 
 def test_hazard_9_hccl_ports_taken_or_given_away_are_told(tmp_path):
     """A taken port is a problem that names it; ports within the system's own range are a note."""
-    base = free_ports(42_000, 16)
+    base = free_ports(42_000, 32)
     where = machine(tmp_path, HCCL_IF_BASE_PORT=str(base))
     check = host_module._check_hccl_ports
     assert [f.state for f in check(where)] == ["ok"]
     put(tmp_path, "/proc/sys/net/ipv4/ip_local_port_range", "32768\t60999\n")
-    put(tmp_path, "/proc/sys/net/ipv4/ip_local_reserved_ports", "\n")
-    (told,) = check(where)
-    assert (told.state, told.remedy) == (
-        "note",
-        f"sysctl -w net.ipv4.ip_local_reserved_ports={base}-{base + 15}",
+    for reserved in ("\n", f"{base}-{base + 15}\n"):
+        put(tmp_path, "/proc/sys/net/ipv4/ip_local_reserved_ports", reserved)
+        (told,) = check(where)
+        remedy = f"sysctl -w net.ipv4.ip_local_reserved_ports={base}-{base + 31}"
+        assert (told.state, told.remedy) == ("note", remedy)
+    put(
+        tmp_path,
+        "/proc/sys/net/ipv4/ip_local_reserved_ports",
+        f"8080,{base - 9}-{base + 15},{base + 16}-65535\n",
     )
-    put(tmp_path, "/proc/sys/net/ipv4/ip_local_reserved_ports", f"{base}-{base + 15}\n")
     assert [f.state for f in check(where)] == ["ok"]
     with socket.socket() as holder:
-        holder.bind(("", base + 3))
+        holder.bind(("", base + 31))
         holder.listen()
         (told,) = check(where)
-    assert (told.state, told.fact) == ("problem", f"HCCL's ports {base}-{base + 15}: {base + 3} taken")
+    assert (told.state, told.fact) == ("problem", f"HCCL's ports {base}-{base + 31}: {base + 31} taken")
     assert "HCCL_HOST_SOCKET_PORT_RANGE=auto" in told.remedy
     assert list(check(variables(where, HCCL_HOST_SOCKET_PORT_RANGE="auto"))) == []
 

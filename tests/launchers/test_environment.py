@@ -1,11 +1,13 @@
 """Which variables a launch sets: one allocator variable, timeouts in order, buffers within a budget."""
 
+import importlib
 import itertools
 
 import pytest
+import typer.main
 
 from launchers.environment import BUFFERS_MB, Host, buffer_mb, check_order, environment
-from launchers.program import count_groups, describe, option_value, read_degrees
+from launchers.program import OURS, count_groups, describe, option_value, read_degrees
 from launchers.usprun import UsageError
 from launchers.vendors import VENDORS
 from usp.config import parse_parallel
@@ -181,17 +183,27 @@ def test_devices_are_shown_and_counted():
         values("cpu", host=eight)
 
 
-def test_npu_ports_affinity_and_task_queue():
-    """Ports unless another rule for them is set; the task queue unless operators are waited for."""
-    chosen = values("npu", host=Host(cores=64, hccl_port=60016))
-    assert chosen["HCCL_IF_BASE_PORT"] == "60016"
+def test_hazard_9_hccl_gets_free_ports_by_one_rule():
+    """Known ones on this host, the system's on hosts that are not seen; a rule that is set stays alone."""
+    rules = ("HCCL_IF_BASE_PORT", "HCCL_HOST_SOCKET_PORT_RANGE")
+    known = Host(cores=64, hccl_port=60032)
+    for options, expected in (
+        ({"host": known}, {"HCCL_IF_BASE_PORT": "60032"}),
+        ({"nodes": 2}, {"HCCL_HOST_SOCKET_PORT_RANGE": "auto"}),
+        ({"host": known, "given": {rules[1]: "61000-61050"}}, {rules[1] + "*": "61000-61050"}),
+        ({"nodes": 2, "given": {rules[0]: "50000"}}, {rules[0] + "*": "50000"}),
+        ({"nproc": 1}, {}),
+        ({"nproc": 1, "host": known}, {}),
+    ):
+        chosen = values("npu", **options)
+        assert {name: v for name, v in chosen.items() if name.startswith(rules)} == expected
+
+
+def test_npu_affinity_and_task_queue():
+    """Cores are shared out; operators are queued unless they are waited for."""
+    chosen = values("npu")
     assert (chosen["CPU_AFFINITY_CONF"], chosen["TASK_QUEUE_ENABLE"]) == ("1", "1")
-    other = values(
-        "npu",
-        host=Host(cores=64, hccl_port=60016),
-        given={"HCCL_HOST_SOCKET_PORT_RANGE": "auto", "ASCEND_LAUNCH_BLOCKING": "1"},
-    )
-    assert "HCCL_IF_BASE_PORT" not in other
+    other = values("npu", given={"ASCEND_LAUNCH_BLOCKING": "1"})
     assert "TASK_QUEUE_ENABLE" not in other
     assert other["ASCEND_LAUNCH_BLOCKING*"] == "1"
 
@@ -201,6 +213,29 @@ def test_ranks_share_the_cores_of_a_host():
     assert values("cpu")["OMP_NUM_THREADS"] == "8"
     assert values("cpu", nproc=100)["OMP_NUM_THREADS"] == "1"
     assert values("cpu", given={"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS*"] == "3"
+
+
+@pytest.mark.parametrize("kind", VENDORS)
+def test_our_commands_are_told_the_device_of_the_launch(kind):
+    """Else they take the first kind that is there, as an accelerator in a launch on cpu."""
+    pinned = describe(kind, ("--numa-binding", "node", "-m", *RUN[1:]), nproc=1).program
+    assert pinned[-3:] == ("wan-t2v", "--device", kind)
+    assert describe(kind, (*RUN, "--device", kind), nproc=1).program == (*RUN, "--device", kind)
+    for other in (("script.py", "--device", "7"), ("-m", "other"), ("-m", "usp.planner", "links")):
+        assert describe(kind, other, nproc=1).program == other
+    with pytest.raises(
+        UsageError, match=rf"^the program's --device tpu in a launch on {kind}; leave it out, or"
+    ):
+        describe(kind, (*RUN, "--device", "tpu"), nproc=1)
+    assert describe("rocm", (*RUN, "--device=cuda"), nproc=1).program == (*RUN, "--device=cuda")
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_our_commands_take_a_device(name):
+    """In every one of their forms."""
+    module = importlib.import_module(f"{name}.__main__" if name == "usp.bench" else name)
+    for command in typer.main.get_command(module.app).commands.values():
+        assert any("--device" in option.opts for option in command.params), command.name
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import kubernetes_validate
 import pytest
 import yaml
 
 from launchers.__main__ import main
-from launchers.ports import free_ports, taken
+from launchers.ports import HCCL_PORTS, free_ports, taken
 from launchers.usprun import UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -81,7 +82,7 @@ def test_the_npu_line_of_the_readme_prints_exports_with_reasons_and_the_command(
         "TASK_QUEUE_ENABLE",
     ]
     start = [*TORCHRUN, "--standalone", "--local-addr", "localhost", "--nproc-per-node", "8", "-m", "--"]
-    assert shlex.split(lines[-1]) == [*start, *RUN[2:]]
+    assert shlex.split(lines[-1]) == [*start, *RUN[2:], "--device", "npu"]
 
 
 @pytest.mark.parametrize("kind", ["npu", "musa", "cuda", "rocm", "xpu", "mps", "cpu"])
@@ -104,11 +105,76 @@ def test_several_hosts_get_a_command_each(capsys):
     for node, command in enumerate(commands):
         meeting = ["--node-rank", str(node), "--master-addr", "10.0.0.1", "--master-port", "29600"]
         options = ["--nnodes", "2", "--nproc-per-node", "4", "-m", "--"]
-        assert command == [*TORCHRUN, *meeting, *options, *RUN[2:]]
+        assert command == [*TORCHRUN, *meeting, *options, *RUN[2:], "--device", "cuda"]
     assert len(commands) == 2
     assert f"--master-addr {socket.gethostname()} " in printed(
         capsys, "cpu", "--nproc", "1", "--nodes", "2", *RUN
     )
+
+
+@pytest.mark.parametrize("nodes", ["1", "2"])
+@pytest.mark.parametrize("kind", ["npu", "musa", "cuda", "rocm", "xpu", "cpu"])
+def test_linters_have_no_complaint(capsys, kind, nodes):
+    """shellcheck on the exports and on Slurm's file; Kubernetes' own newest schemas, strictly."""
+    words = ["--nproc", "2", "--nodes", nodes]
+    for launch in ([kind], ["slurm", "--device", kind, "--partition", "p", "--gres", "g"]):
+        shellcheck(printed(capsys, *launch, *words, *RUN))
+    text = printed(capsys, "k8s", "--device", kind, "--image", "hub/usp:1", *words, *RUN)
+    documents = list(yaml.safe_load_all(text))
+    assert [document["kind"] for document in documents] == ["Service", "Job"]
+    for document in documents:
+        kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+
+
+def shellcheck(text: str) -> None:
+    """Fail with what the linter says. SC2016: words in single quotes are meant as they stand."""
+    tool = Path(sys.executable).with_name("shellcheck")
+    words = [str(tool), "--shell", "bash", "--exclude", "SC2016", "-"]
+    done = subprocess.run(words, input=text, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_linters_can_complain(capsys):
+    """A word that is split, and a field that Kubernetes does not have."""
+    text = printed(capsys, "slurm", "--device", "cpu", "--nproc", "1", *RUN)
+    with pytest.raises(AssertionError, match="SC2086"):
+        shellcheck(text.replace('"$SLURM_JOB_NODELIST"', "$SLURM_JOB_NODELIST"))
+    service, _ = yaml.safe_load_all(
+        printed(capsys, "k8s", "--image", "i", "--device", "cpu", "--nproc", "1", *RUN)
+    )
+    service["spec"]["clusterIp"] = "None"
+    with pytest.raises(kubernetes_validate.ValidationError, match="clusterIp"):
+        kubernetes_validate.validate(service, kubernetes_validate.latest_version(), strict=True)
+
+
+def hccl_ports(text: str) -> set[int]:
+    """The ports that a launch gives to HCCL."""
+    base = int(re.search(r"^export HCCL_IF_BASE_PORT=(\d+) ", text, re.MULTILINE)[1])
+    return set(range(base, base + HCCL_PORTS))
+
+
+def test_hazard_9_two_launches_at_once_have_ports_of_their_own(capsys, monkeypatch):
+    """By their devices, as neither sees the other's ports yet; on the same devices once those are held."""
+    launch = ["npu", "--nproc", "4", *RUN]
+    first = hccl_ports(printed(capsys, *launch[:3], "--devices", "0,1,2,3", *RUN))
+    second = hccl_ports(printed(capsys, *launch[:3], "--devices", "4,5,6,7", *RUN))
+    assert not first & second
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "4,5,6,7")
+    assert hccl_ports(printed(capsys, *launch)) == second
+    with socket.socket() as holder:
+        holder.bind(("", max(second)))
+        holder.listen()
+        assert not hccl_ports(printed(capsys, *launch)) & second
+
+
+def test_hazard_9_hosts_that_are_not_seen_are_asked_for_free_ports(capsys):
+    """Several hosts and schedulers: HCCL_HOST_SOCKET_PORT_RANGE=auto, and no number of this host's."""
+    words = ["--nproc", "8", "--nodes", "2"]
+    scheduled = ["--device", "npu", *words]
+    for launch in (["npu", *words], ["slurm", *scheduled], ["k8s", "--image", "i", *scheduled]):
+        text = printed(capsys, *launch, *RUN)
+        assert re.search(r'HCCL_HOST_SOCKET_PORT_RANGE\W[^"]*"?auto', text)
+        assert "HCCL_IF_BASE_PORT" not in text
 
 
 def test_what_is_set_already_is_shown_and_kept(capsys, monkeypatch):
@@ -337,7 +403,9 @@ def test_the_kubernetes_container_starts_torchrun_with_its_index(capsys, tmp_pat
     meeting = ["--node-rank", "1", "--master-addr", "usp-0.usp", "--master-port", "29500"]
     options = ["--nnodes", "2", "--nproc-per-node", "2", "-m", "--"]
     assert done.stderr == ""
-    assert done.stdout == f"{['-m', 'torch.distributed.run', *meeting, *options, *RUN[2:]]}\n"
+    assert (
+        done.stdout == f"{['-m', 'torch.distributed.run', *meeting, *options, *RUN[2:], '--device', 'cpu']}\n"
+    )
 
 
 @pytest.mark.parametrize(

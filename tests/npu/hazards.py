@@ -1,11 +1,14 @@
 """What ranks on simulated NPUs run to meet the traps of the device and its communication."""
 
 import ast
+import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
 from tests.npu.bodies import WORLD, device, error_text
 from tests.usp.test_attention import cached_groups
@@ -39,6 +42,18 @@ def ring_path(layout: str) -> tuple[float, dict[str, int]]:
     got = test_attention.attend(layout, q, k, v)
     error = (got - test_attention.reference(q, k, v)).abs().max().item()
     return error, {name: counted(name) for name in ("HcclGroup", "HcclBatchSendRecv")}
+
+
+def ring_and_own_blocks(layout: str) -> tuple[float, float]:
+    """How far a ring is from the CPU's attention, and from attention of each block to itself alone."""
+    from tests.usp import test_attention
+
+    q, k, v = test_attention.tensors(3, 21, 3)
+    got = test_attention.attend(layout, q, k, v)
+    blocks = [torch.tensor_split(t, dist.get_world_size(), dim=1) for t in (q, k, v)]
+    own = torch.cat([test_attention.reference(*block) for block in zip(*blocks, strict=True)], dim=1)
+    wanted = test_attention.reference(q, k, v)
+    return (got - wanted).abs().max().item(), (got - own).abs().max().item()
 
 
 def keys_and_values_apart() -> str:
@@ -148,6 +163,28 @@ def generations(times: int) -> list[float]:
     return found
 
 
+def loaded_module() -> tuple[set[str], set[str], bool]:
+    """A module from a file: where it lies, where safetensors was told to read to, whether it is the same."""
+    from runtime import checkpoint
+    from runtime.loading import load_module, open_checkpoint
+
+    told, plain = set(), checkpoint.safe_open
+    weights = {"weight": torch.arange(6.0).view(2, 3), "bias": torch.ones(2)}
+    with tempfile.NamedTemporaryFile(suffix=".safetensors") as file, torch.device("meta"):
+        save_file(weights, file.name)
+        module = torch.nn.Linear(3, 2)
+        checkpoint.safe_open = lambda *args, device, **rest: (
+            told.add(str(device)) or plain(*args, device=device, **rest)
+        )
+        try:
+            load_module(module, open_checkpoint([Path(file.name)]), device=WORLD[0].device)
+        finally:
+            checkpoint.safe_open = plain
+    held = dict(module.state_dict())
+    same = all(torch.equal(held[name].cpu(), tensor) for name, tensor in weights.items())
+    return {str(tensor.device) for tensor in held.values()}, told, same
+
+
 def runtime_facts() -> dict[str, Any]:
     """What the device answers, and what the runtime has made of it."""
     from runtime.device import Device
@@ -170,6 +207,18 @@ def runtime_facts() -> dict[str, Any]:
     here.synchronize()
     here.empty_cache()
     return facts
+
+
+def late_error() -> str:
+    """The error of a mark in a call's stopwatch, after collectives on which ranks disagree were queued."""
+    from usp.report import Stopwatch
+
+    tensor, watch = torch.ones(8, device=device()), Stopwatch(WORLD[0].device)
+    differ = dist.all_reduce if dist.get_rank() == 0 else partial(dist.broadcast, src=1)
+    work = differ(tensor, async_op=True)
+    told = error_text(watch.mark_step)
+    del work  # its own end would have waited
+    return told
 
 
 def too_much() -> str:

@@ -23,6 +23,7 @@ from runtime.device import (
     device_count,
     resolve_device,
 )
+from runtime.process_group import read_rank_env
 from tests.runtime.processes import ROOT
 
 PACKAGES = sorted(p for top in ("usp", "runtime", "launchers") for p in (ROOT / top).rglob("*.py"))
@@ -81,7 +82,9 @@ def test_b65_local_rank_beyond_device_count_states_both_numbers():
 
 def test_b65_the_global_rank_plays_no_part():
     """RANK=5 with LOCAL_RANK=1 is card 1: the second host starts at its own card 0."""
-    assert resolve_device("musa", local_rank=1, count=4, world_size=8) == Device("musa", 1)
+    env = read_rank_env({"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"})
+    device = resolve_device("musa", local_rank=env.local_rank, count=4, world_size=env.world_size)
+    assert (env.rank, device) == (5, Device("musa", 1))
 
 
 @pytest.mark.parametrize(
@@ -370,6 +373,13 @@ def test_b70_no_file_rewrites_torch(path):
             targets = [ast.Attribute(node.args[0], "x")]
         rewritten += [t for t in targets if isinstance(t, ast.Attribute) and root_of(t) == "torch"]
     assert [ast.unparse(target) for target in rewritten] == []
+
+
+@pytest.mark.parametrize("path", PACKAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_b05_no_file_calls_a_barrier(path):
+    """torch's picks a device by itself, as card 0; a collective of ours has a tensor on the rank's own."""
+    named = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+    assert not named & {"barrier", "monitored_barrier"}
 
 
 def root_of(node: ast.AST) -> str:

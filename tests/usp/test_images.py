@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests import tiny
+from tests.usp.in_ranks import SEED
 from usp.images import check_image_output, image_paths, read_images, write_images
+from usp.pipeline import ParallelPipeline
 
 ORIENTATION = 0x0112
 
@@ -46,6 +49,26 @@ def test_images_are_loaded_whole_and_in_order(tmp_path):
         (tmp_path / name).unlink()
     assert [image.getpixel((0, 0)) for image in images] == [(10,) * 3, (200,) * 3]
     assert all(type(image) is Image.Image for image in images)
+
+
+def film_from(path: Path, read: bool) -> tuple[np.ndarray, list[str]]:
+    """Latents from an image that the user opened, read at once or not yet; what is open of it afterwards."""
+    image = Image.open(path)
+    if read:
+        image.load()
+    with ParallelPipeline(tiny.build("ti2v_image"), "ulysses2") as pipe:
+        latents = np.asarray(pipe(**tiny.call("ti2v_image", image=image), seed=SEED).frames)
+    held = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
+    return latents, [name for name in held if name == str(path.resolve())]
+
+
+def test_hazard_39_an_image_opened_lazily_is_read_and_closed_on_each_rank(ranks, tmp_path):
+    """The wrapper reads it when ranks compare their arguments: the film of an image that was read before."""
+    tiny.picture().save(tmp_path / "a.png")
+    lazy, read = (ranks(2).run(film_from, tmp_path / "a.png", read) for read in (False, True))
+    for (latents, held), (expected, _) in zip(lazy, read, strict=True):
+        assert np.array_equal(latents, expected)
+        assert held == []
 
 
 @pytest.mark.parametrize(("mode", "colour", "seen"), [

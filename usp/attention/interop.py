@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.log import get_logger
+from runtime.world import end_groups
 from usp.attention.kernels import KERNELS, attention, lse_attention
 from usp.config import ParallelConfig
 from usp.layout import Split
@@ -127,9 +128,7 @@ class LongContextAttention:
 
     def close(self) -> None:
         """End the communicators made here. May be called again."""
-        for handle in self._single:
-            dist.destroy_process_group(handle)
-        self._single.clear()
+        end_groups(self._single)
 
     def _check(self, q_BSHD: torch.Tensor, k_BSHD: torch.Tensor, split: Split) -> None:
         ulysses, ring = self._groups.ulysses.size, self._groups.ring.size

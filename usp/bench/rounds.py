@@ -189,8 +189,7 @@ def _run_alone(world: World, alone: Compute) -> tuple[float, torch.Tensor | None
 
 def _run_together(world: World, compute: Compute) -> float:
     """Start at the same time on all ranks; seconds until the last is done."""
-    if world.group is not None:
-        dist.barrier()
+    world.any(False)  # all are here
     start = time.perf_counter()
     compute()
     world.device.synchronize()

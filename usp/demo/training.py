@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ class MatrixAndOtherOptimizers:
             "not a view"
         )
         others = [p for p in self.parameters if id(p) not in taken]
-        muon = torch.optim.Muon(self.views, lr=muon_lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+        muon = _muon()(self.views, lr=muon_lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
         adamw = torch.optim.AdamW(others, lr=adamw_lr, betas=(0.9, 0.98), weight_decay=0.0)
         self.optimizers = ((muon, muon_lr), (adamw, adamw_lr))
 
@@ -77,6 +77,16 @@ class MatrixAndOtherOptimizers:
         """Take up the states that `state_dict` gave."""
         for (optimizer, _), state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
+
+
+def _muon() -> Callable[..., torch.optim.Optimizer]:
+    found = getattr(torch.optim, "Muon", None)
+    if found is None:
+        raise RuntimeError(
+            f"training needs torch.optim.Muon, which torch {torch.__version__} has not; use torch 2.9 or "
+            f"newer to train; the bundled model is trained already"
+        )
+    return found
 
 
 def _as_matrix(weight: torch.Tensor | None) -> torch.Tensor:
