@@ -22,9 +22,7 @@ from usp.lora import LoraFile, check_loras, load_loras
 from usp.model_folder import ModelFacts, read_model_folder
 from usp.options import JobOptions
 from usp.pipeline import ParallelPipeline
-from usp.planner import Choice, branches_of, choose_for, parse_link, workload_of_folder
-from usp.plans import PLANS
-from usp.plans.wan import WAN
+from usp.planner import Choice, branches_of, choose_for, parse_link, plan_of_folder, workload_of_folder
 from usp.randomness import check_seed
 from usp.schedulers import check_scheduler, with_scheduler
 from usp.tasks import (
@@ -76,14 +74,15 @@ class Job:
     @property
     def branches(self) -> int:
         """Guidance branches of each step."""
-        plan = PLANS.get(self.model.config.get("_class_name", ""), WAN)
-        return branches_of(call_with_defaults(self.request, self.model), self.model.config, plan)
+        call = call_with_defaults(self.request, self.model)
+        return branches_of(call, self.model.config, plan_of_folder(self.model))
 
     def choose(self, world: World) -> Choice:
         """What the planner finds for this request; measures the machine. Collective."""
         options = self.options
+        call = call_with_defaults(self.request, self.model)
         workload = workload_of_folder(
-            self.model, **self.request.shape, branches=self.branches, itemsize=self.dtype.itemsize
+            self.model, call, itemsize=self.dtype.itemsize, cached=self.cache is not None
         )
         link = None if options.link is None else parse_link(options.link)
         found = {"transport": options.transport, "strict": options.strict, "link": link}

@@ -15,6 +15,7 @@ class ModelFacts:
     """The sizes that a pipeline folder fixes; scale factors are pixels, or frames, per latent.
 
     A model of images makes one frame. `max_positions` is None where positions are computed for any size.
+    `experts` counts the transformers that take turns over the steps.
     """
 
     folder: Path
@@ -27,6 +28,7 @@ class ModelFacts:
     max_positions: int | None = 1024  # tokens along each of time, height and width
     vae_in_fp32: bool = True
     keeps_first_frame: bool = False  # Wan 2.2 5B: an image takes a frame's place, not further channels
+    experts: int = 1
     config: Mapping[str, Any] = field(
         default_factory=dict, repr=False
     )  # the transformer's, in diffusers' words
@@ -155,11 +157,12 @@ def read_model_folder(folder: Path, *, pipeline: str | tuple[str, ...]) -> Model
     layout = LAYOUTS[found]
     parts = components_in(index)
     _check_parts(folder, parts, layout)
-    part = next(name for name in layout.parts if name in parts)
-    facts = _facts(folder, found, layout, part)
+    models = [name for name in layout.parts if name in parts]
+    facts = _facts(folder, found, layout, models[0])
     distilled = bool(index.get("is_distilled"))  # the pipeline's, not the model's, and it turns guidance off
     config = {**facts.config, "is_distilled": distilled}
-    return replace(facts, config=config, keeps_first_frame=bool(index.get("expand_timesteps")))
+    keeps_first_frame = bool(index.get("expand_timesteps"))
+    return replace(facts, config=config, keeps_first_frame=keeps_first_frame, experts=len(models))
 
 
 def _check_parts(folder: Path, parts: list[str], layout: Layout) -> None:
@@ -205,7 +208,8 @@ def _original(folder: Path, wanted: tuple[str, ...]) -> ModelFacts | None:
         **read["vae"],
     }  # AutoencoderKLWan's defaults
     facts = _facts_of(folder, found, LAYOUTS[found], (config, folder), (vae, folder))
-    return replace(facts, keeps_first_frame=original.kind == "ti2v")
+    experts = len(original.transformers)
+    return replace(facts, keeps_first_frame=original.kind == "ti2v", experts=experts)
 
 
 def _facts(folder: Path, pipeline: str, layout: Layout, part: str) -> ModelFacts:

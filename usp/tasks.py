@@ -12,6 +12,7 @@ from PIL import Image
 
 from runtime.device import Device
 from usp.demo import DEFAULTS, MODEL_DIR
+from usp.images import at_area
 from usp.model_folder import ModelFacts
 from usp.recipes import TASKS, WAN_T2V, Task
 
@@ -19,7 +20,6 @@ __all__ = ["TASKS", "WAN_T2V", "Request", "Task"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ONE_IMAGE = ("QwenImageEditPipeline",)  # takes more as a batch
-IMAGE_STEP = 32  # pixels; what Qwen's pipelines round to
 OPTIONS = {"negative_prompt": "--negative-prompt", "image": "--image"}
 
 
@@ -84,7 +84,8 @@ def settle(
     if size is not None:
         given |= _size(size)
     elif task.shaped_by_image and images:
-        given |= _shaped_like(images[-1], task)
+        shape = at_area(*images[-1].size, task.width * task.height)
+        given |= dict(zip(("width", "height"), shape, strict=True))
     if given.get("prompt") is None:
         if not bundled:
             raise ValueError(f"no prompt was given; say what the {task.kind} shall show with --prompt")
@@ -112,14 +113,6 @@ def _size(size: str) -> dict[str, int]:
     if not (by and width.isdecimal() and height.isdecimal()):
         raise ValueError(f"size {size!r} was given; write WIDTHxHEIGHT in pixels, for example 832x480")
     return {"width": int(width), "height": int(height)}
-
-
-def _shaped_like(image: Image.Image, task: Task) -> dict[str, int]:
-    """The image's shape at the task's area, as diffusers' Qwen-Image-Edit computes it."""
-    ratio = image.width / image.height
-    width = math.sqrt(task.width * task.height * ratio)
-    sides = {"width": width, "height": width / ratio}
-    return {name: max(1, round(side / IMAGE_STEP)) * IMAGE_STEP for name, side in sides.items()}
 
 
 def _check_counts(task: Task, images: tuple[Image.Image, ...], count: int) -> None:

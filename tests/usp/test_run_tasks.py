@@ -130,10 +130,11 @@ def test_an_original_folder_says_the_same_of_itself(tmp_path, kind, experts):
     assert own.max_positions == 1024  # Wan's own, which its config does not hold
     same = {"folder": expected.folder, "config": expected.config, "max_positions": expected.max_positions}
     assert replace(own, **same) == expected
-    size = {"width": 64, "height": 64, "num_frames": 5}
-    works = [workload_of_folder(facts, **size, branches=2, itemsize=4) for facts in (own, expected)]
+    call = {"width": 64, "height": 64, "num_frames": 5, "guidance_scale": 3.0}
+    works = [workload_of_folder(facts, call, itemsize=4, cached=True) for facts in (own, expected)]
     assert works[0] is not None
     assert works[1] is not None
     weights = [work.parameter_bytes for work in works]
     assert weights[0] == pytest.approx(weights[1], rel=0.2)  # .pth files count with their headers
     assert replace(works[0], parameter_bytes=weights[1]) == works[1]
+    assert works[0].caches == experts

@@ -2,13 +2,15 @@
 
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from usp.images import at_area
 from usp.model_folder import ModelFacts
 from usp.model_index import components_in
 from usp.plan import ShardPlan
@@ -34,6 +36,28 @@ ITEMSIZES = {
     "BOOL": 1,
 }
 FLOATS = ("F64", "F32", "F16", "BF16")
+REFERENCE_AREA = 1024 * 1024
+SEEN_EDGE = 28  # pixels, along each side, that Qwen2.5-VL sees as one token
+
+
+@dataclass(frozen=True, kw_only=True)
+class References:
+    """How a pipeline takes the images whose tokens it joins to the picture's: at REFERENCE_AREA pixels.
+
+    Of smaller images, only where it is `enlarged`. `seen_area` is that at which its text encoder sees them
+    too, whose tokens are part of the text's; 0 if it does not. Source: diffusers 0.42.1.
+    """
+
+    enlarged: bool
+    seen_area: int = 0
+
+
+REFERENCES = {
+    "QwenImageEditPipeline": References(enlarged=True, seen_area=REFERENCE_AREA),
+    "QwenImageEditPlusPipeline": References(enlarged=True, seen_area=384 * 384),
+    "Flux2Pipeline": References(enlarged=False),
+    "Flux2KleinPipeline": References(enlarged=False),
+}
 
 
 def workload_of_config(
@@ -45,10 +69,13 @@ def workload_of_config(
     parameter_bytes: int,
     text_tokens: int = TEXT_TOKENS,
     plan: ShardPlan = WAN,
+    batch: int = 1,
+    caches: int = 0,
 ) -> Workload:
     """The workload of a transformer config whose class has this plan; `itemsize` in bytes.
 
-    `tokens` are the picture's; where text is joined to them in attention it is counted with them.
+    `tokens` are the picture's, with those of input images; where text is joined to them in attention it is
+    counted with them.
     """
     heads = config[plan.head_config]
     size = config[plan.head_dim_config]
@@ -65,8 +92,11 @@ def workload_of_config(
         patch_channels=channels,
         text_tokens=0 if joined else text_tokens,
         branches=branches,
+        batch=batch,
+        stacked=plan.stacked,
         parameter_bytes=parameter_bytes,
         latent_bytes=tokens * channels * itemsize,
+        caches=caches,
     )
 
 
@@ -89,46 +119,76 @@ def plan_of_folder(facts: ModelFacts) -> ShardPlan:
 
 
 def workload_of_folder(
-    facts: ModelFacts, *, width: int, height: int, num_frames: int, branches: int, itemsize: int
+    facts: ModelFacts, call: Mapping[str, Any], *, itemsize: int, cached: bool = False
 ) -> Workload | None:
-    """The workload of one picture by the model in a folder; None if its sequence cannot be spread.
+    """The workload of a call of the model in a folder; None if its sequence cannot be spread.
 
-    Reads the headers of the weight files, no weights.
+    `call` has the pipeline's defaults where it says nothing. Reads the headers of the weight files, no
+    weights.
     """
     plan = plan_of_folder(facts)
     if not plan.attentions:
         return None
+    shape = {"width": call["width"], "height": call["height"], "num_frames": call.get("num_frames") or 1}
+    picture = facts.tokens(**shape)
+    edge = facts.spatial_factor * facts.patch_size[1]
+    images = _images(call) if facts.pipeline in REFERENCES else []
+    joined, seen = reference_tokens(facts.pipeline, images, edge=edge, picture=picture)
     return workload_of_config(
         facts.config,
-        tokens=facts.tokens(width=width, height=height, num_frames=num_frames),
+        tokens=picture + joined,
         itemsize=itemsize,
-        branches=branches,
+        branches=branches_of(call, facts.config, plan),
         parameter_bytes=parameter_bytes(facts.folder, itemsize),
+        text_tokens=_text_tokens(call) + seen,
         plan=plan,
+        batch=batch_of(call),
+        caches=facts.experts * cached,
     )
 
 
-def workload_of_pipeline(pipeline: Any, model: nn.Module, arguments: Mapping[str, Any]) -> Workload:
+def workload_of_pipeline(
+    pipeline: Any,
+    model: nn.Module,
+    arguments: Mapping[str, Any],
+    *,
+    parameter_bytes: int | None = None,
+    cached: bool = False,
+) -> Workload:
     """The workload of a call of a loaded pipeline; the call's defaults fill in for `arguments`.
 
-    `model` has a plan that spreads its sequence. Tokens of input images are not known before they are
-    encoded, so each is counted as large as the picture; so is text as long as the pipeline allows.
+    `model` has a plan that spreads its sequence. Text is counted as long as the pipeline allows, and an input
+    image of a pipeline that is not in REFERENCES as large as the picture. `parameter_bytes` is
+    `pipeline_bytes` of it, where that is known.
     """
     call = call_with_defaults(pipeline, arguments)
     config: Any = model.config
     distilled = getattr(getattr(pipeline, "config", None), "is_distilled", False)
-    images = call.get("image") if not hasattr(pipeline, "vae_scale_factor_spatial") else None
-    pictures = 1 + (len(images) if isinstance(images, (list, tuple)) else images is not None)
-    parts = [c for c in pipeline.components.values() if isinstance(c, nn.Module)]
+    images = [] if hasattr(pipeline, "vae_scale_factor_spatial") else _images(call)
+    picture = max(1, _tokens_of(pipeline, config, call))
+    edge = 2 * _factor(pipeline, SPATIAL, 8)
+    joined, seen = reference_tokens(type(pipeline).__name__, images, edge=edge, picture=picture)
     return workload_of_config(
         config,
-        tokens=max(1, _tokens_of(pipeline, config, call) * pictures),
+        tokens=picture + joined,
         itemsize=next(model.parameters()).element_size(),
         branches=branches_of(call, {**config, "is_distilled": distilled}, plan_for(model)),
-        parameter_bytes=sum(p.numel() * p.element_size() for part in parts for p in part.parameters()),
-        text_tokens=call.get("max_sequence_length") or TEXT_TOKENS,
+        parameter_bytes=pipeline_bytes(pipeline) if parameter_bytes is None else parameter_bytes,
+        text_tokens=_text_tokens(call) + seen,
         plan=plan_for(model),
+        batch=batch_of(call),
+        caches=sum(type(part).__name__ in PLANS for part in _modules(pipeline)) * cached,
     )
+
+
+def pipeline_bytes(pipeline: Any) -> int:
+    """Bytes of all parameters of a loaded pipeline."""
+    return sum(p.numel() * p.element_size() for part in _modules(pipeline) for p in part.parameters())
+
+
+def _modules(pipeline: Any) -> set[nn.Module]:
+    """The pipeline's models; one under two names counts once."""
+    return {part for part in pipeline.components.values() if isinstance(part, nn.Module)}
 
 
 def call_with_defaults(pipeline: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,6 +210,48 @@ def branches_of(call: Mapping[str, Any], config: Mapping[str, Any], plan: ShardP
         return 1
     scale = call.get("guidance_scale")
     return 2 if scale is not None and scale > plan.guided_above else 1
+
+
+def batch_of(call: Mapping[str, Any]) -> int:
+    """Pictures that each guidance branch of a call has: prompts, times what is made of each."""
+    prompts = call.get("prompt") if call.get("prompt") is not None else call.get("prompt_embeds")
+    count = 1 if prompts is None or isinstance(prompts, str) else len(prompts)
+    each = (call.get(f"num_{what}_per_prompt") for what in ("images", "videos"))
+    return count * next((number for number in each if number), 1)
+
+
+def reference_tokens(pipeline: str, images: Sequence[Any], *, edge: int, picture: int) -> tuple[int, int]:
+    """Tokens that input images add to the picture's, and to the text's, in a pipeline of this class.
+
+    A token is `edge` pixels wide and high. An image whose treatment or size is not known counts as large as
+    the picture.
+    """
+    how = REFERENCES.get(pipeline)
+    joined = seen = 0
+    for image in images:
+        size = getattr(image, "size", None)
+        if how is None or not isinstance(size, tuple):
+            joined += picture
+            continue
+        if how.enlarged:
+            width, height = at_area(*size, REFERENCE_AREA)
+        else:
+            scale = min(1.0, (REFERENCE_AREA / prod(size)) ** 0.5)
+            width, height = (int(side * scale) for side in size)
+        joined += (width // edge) * (height // edge)
+        if how.seen_area:
+            seen += prod(round(side / SEEN_EDGE) for side in at_area(*size, how.seen_area))
+    return joined, seen
+
+
+def _images(call: Mapping[str, Any]) -> list[Any]:
+    """A call's input images."""
+    images = call.get("image")
+    return list(images) if isinstance(images, (list, tuple)) else [] if images is None else [images]
+
+
+def _text_tokens(call: Mapping[str, Any]) -> int:
+    return call.get("max_sequence_length") or TEXT_TOKENS
 
 
 def _tokens_of(pipeline: Any, config: Mapping[str, Any], call: Mapping[str, Any]) -> int:
