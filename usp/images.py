@@ -12,11 +12,12 @@ from usp.files import check_writable, write_whole
 SIDE_STEP = 32  # pixels; what Qwen's pipelines round to
 
 
-def at_area(width: int, height: int, area: int) -> tuple[int, int]:
-    """Width and height of an image of this shape brought to about `area` pixels.
+def at_area(size: tuple[int, int], area: int) -> tuple[int, int]:
+    """Width and height of an image of this size brought to about `area` pixels.
 
     Source: `calculate_dimensions` of diffusers' Qwen-Image-Edit.
     """
+    width, height = size
     wide = math.sqrt(area * width / height)
     sides = (wide, wide * height / width)
     fitted = (max(1, round(side / SIDE_STEP)) * SIDE_STEP for side in sides)

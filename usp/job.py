@@ -22,7 +22,15 @@ from usp.lora import LoraFile, check_loras, load_loras
 from usp.model_folder import ModelFacts, read_model_folder
 from usp.options import JobOptions
 from usp.pipeline import ParallelPipeline
-from usp.planner import Choice, branches_of, choose_for, parse_link, plan_of_folder, workload_of_folder
+from usp.planner import (
+    Choice,
+    Workload,
+    branches_of,
+    choose_for,
+    parse_link,
+    plan_of_folder,
+    workload_of_folder,
+)
 from usp.randomness import check_seed
 from usp.schedulers import check_scheduler, with_scheduler
 from usp.tasks import (
@@ -77,16 +85,18 @@ class Job:
         call = call_with_defaults(self.request, self.model)
         return branches_of(call, self.model.config, plan_of_folder(self.model))
 
+    @property
+    def workload(self) -> Workload | None:
+        """The request as the planner takes it; None for a model whose sequence cannot be spread."""
+        call, cached = call_with_defaults(self.request, self.model), self.cache is not None
+        return workload_of_folder(self.model, call, itemsize=self.dtype.itemsize, cached=cached)
+
     def choose(self, world: World) -> Choice:
         """What the planner finds for this request; measures the machine. Collective."""
         options = self.options
-        call = call_with_defaults(self.request, self.model)
-        workload = workload_of_folder(
-            self.model, call, itemsize=self.dtype.itemsize, cached=self.cache is not None
-        )
         link = None if options.link is None else parse_link(options.link)
         found = {"transport": options.transport, "strict": options.strict, "link": link}
-        return choose_for(world, workload, self.dtype, **found)
+        return choose_for(world, self.workload, self.dtype, **found)
 
     def parallel(self, plain: Any, config: ParallelConfig, world: World) -> ParallelPipeline:
         """The pipeline on all ranks, as the options want it. Collective."""

@@ -84,7 +84,7 @@ def settle(
     if size is not None:
         given |= _size(size)
     elif task.shaped_by_image and images:
-        shape = at_area(*images[-1].size, task.width * task.height)
+        shape = at_area(images[-1].size, task.width * task.height)
         given |= dict(zip(("width", "height"), shape, strict=True))
     if given.get("prompt") is None:
         if not bundled:

@@ -15,12 +15,16 @@ from tests.usp.test_planner import DEVICE
 from usp.config import parse_parallel
 from usp.demo import tiny
 from usp.demo.tiny.pictures import picture
+from usp.images import at_area
+from usp.job import prepare
 from usp.model_folder import read_model_folder
+from usp.options import JobOptions
 from usp.pipeline import ParallelPipeline
 from usp.planner import Workload, plan, predict, workload_of_folder, workload_of_pipeline
 from usp.planner.cost import Shares
 from usp.planner.models import call_with_defaults
 from usp.plans import plan_for
+from usp.tasks import TASKS
 from usp.trees import tensors_in
 
 CROSSED = ("wan-t2v", "ltx-video")  # their text is not joined with the picture's tokens
@@ -126,6 +130,27 @@ def test_input_images_count_as_the_pipeline_brings_them_to_size(tmp_path, family
         seen = one.tokens - taken["tokens"] - 512  # the planner allows 512 tokens for the prompt
         assert 0 < taken["text"] - seen <= prompt
         assert one.latent_bytes == taken["tokens"] * one.patch_channels * one.itemsize
+
+
+def test_the_command_line_counts_what_it_was_given(tmp_path):
+    """`--image`, `--count` and `--cache` reach the workload that `--layouts` and auto see."""
+    tiny.save("qwen-image-edit-plus", tmp_path / "model")
+    names = [tmp_path / "a.png", tmp_path / "b.png"]
+    for name in names:
+        picture(0, SMALL).save(name)
+    common: dict[str, Any] = {"model": str(tmp_path / "model"), "prompt": "a square", "device": "cpu"}
+    found = []
+    for more in ({"image": names[:1]}, {"image": names, "count": 3, "cache": 0.1}):
+        workload = prepare(TASKS["qwen-image-edit"], JobOptions(**common, **more)).workload
+        assert workload is not None
+        found.append(workload)
+    one, two = found
+    edge = 2 * tiny.build("qwen-image-edit-plus").vae_scale_factor
+    width, height = at_area(SMALL, 1024 * 1024)
+    latents = [w.latent_bytes // w.patch_channels // w.itemsize for w in found]
+    assert latents[1] - latents[0] == (width // edge) * (height // edge)
+    assert (one.branches, one.batch, one.caches) == (2, 1, 0)
+    assert (two.branches, two.batch, two.caches) == (2, 3, 1)
 
 
 @pytest.mark.parametrize(

@@ -234,13 +234,13 @@ def reference_tokens(pipeline: str, images: Sequence[Any], *, edge: int, picture
             joined += picture
             continue
         if how.enlarged:
-            width, height = at_area(*size, REFERENCE_AREA)
+            width, height = at_area(size, REFERENCE_AREA)
         else:
             scale = min(1.0, (REFERENCE_AREA / prod(size)) ** 0.5)
             width, height = (int(side * scale) for side in size)
         joined += (width // edge) * (height // edge)
         if how.seen_area:
-            seen += prod(round(side / SEEN_EDGE) for side in at_area(*size, how.seen_area))
+            seen += prod(round(side / SEEN_EDGE) for side in at_area(size, how.seen_area))
     return joined, seen
 
 
