@@ -18,7 +18,7 @@ from usp.config import CacheConfig, ParallelConfig, choose_parallel
 from usp.demo import MODEL_DIR, unknown_words
 from usp.images import read_images
 from usp.layout import Split
-from usp.lora import LoraFile, check_loras, load_loras
+from usp.lora import LoraFile, check_file, check_fits, load_loras, parse_lora
 from usp.model_folder import ModelFacts, read_model_folder
 from usp.options import JobOptions
 from usp.pipeline import ParallelPipeline
@@ -38,6 +38,7 @@ from usp.tasks import (
     Task,
     call_with_defaults,
     check_call,
+    check_words,
     choose_dtype,
     fit,
     model_path,
@@ -115,7 +116,8 @@ class Job:
 def prepare(task: Task, options: JobOptions, *, fps: int | None = None) -> Job:
     """The job, after every check that needs neither weights nor another rank; alike on all ranks.
 
-    Raises ValueError with one sentence.
+    Looks at the words first, which need no file, then at the model, then at the rest. Raises ValueError with
+    one sentence.
     """
     check_seed(options.seed)
     if not 0 < options.timeout < math.inf:
@@ -132,35 +134,42 @@ def prepare(task: Task, options: JobOptions, *, fps: int | None = None) -> Job:
     if asked is not None and asked.engine != "usp":
         ring, kernel = asked.ring_degree, options.kernel
         check_engine(asked.engine, ring_degree=ring, kernel=kernel, device_type=here.kind)
-    request = _request(task, options, fps)
+    dtype = choose_dtype(options.dtype, here)
+    cache = None if options.cache is None else CacheConfig(threshold=options.cache)
+    loras = tuple(parse_lora(text) for text in options.lora or ())
+    weights = parse_weights(options.weights or ())
+    words = _words(options, fps)
+    check_words(task, images=len(options.image or ()), **words)
     folder = model_path(options.model)
+    facts = None if folder is None else read_model_folder(folder, pipeline=task.pipeline)
+    for file in loras:
+        check_file(file.path)
     job = Job(
         task=task,
         options=options,
-        request=request,
+        request=settle(task, images=read_images(options.image or ()), **words),
         env=env,
         device=here,
         facts=None,
-        dtype=choose_dtype(options.dtype, here),
+        dtype=dtype,
         asked=asked,
-        cache=None if options.cache is None else CacheConfig(threshold=options.cache),
-        loras=check_loras(options.lora or ()),
-        weights=parse_weights(options.weights or ()),
+        cache=cache,
+        loras=loras,
+        weights=weights,
         hub=hub,
     )
-    if folder is not None:
-        return with_model(job, read_model_folder(folder, pipeline=task.pipeline))
+    if facts is not None:
+        return with_model(job, facts)
     check_scheduler(options.scheduler, task.pipelines[0])
     return job
 
 
-def _request(task: Task, options: JobOptions, fps: int | None) -> Request:
+def _words(options: JobOptions, fps: int | None) -> dict[str, Any]:
+    """What the options say of the picture, as `settle` takes it; images apart."""
     given = {"prompt": options.prompt, "negative_prompt": options.negative_prompt, "fps": fps}
     given |= {"num_frames": options.frames, "num_inference_steps": options.steps}
     given |= {"guidance_scale": options.guidance}
-    images = read_images(options.image or ())
-    bundled = options.model is None
-    return settle(task, bundled=bundled, size=options.size, images=images, count=options.count, **given)
+    return {"bundled": options.model is None, "size": options.size, "count": options.count, **given}
 
 
 def _own_device(choice: str | None, env: RankEnv) -> Device:
@@ -177,10 +186,8 @@ def with_model(job: Job, facts: ModelFacts) -> Job:
     facts.check_size(**job.request.shape)
     check_call(job.request, facts)
     check_scheduler(job.options.scheduler, pipeline_class(job.request, facts))
-    if job.weights:
-        from usp.loading import check_weights  # which brings transformers
-
-        check_weights(facts.folder, job.weights)
+    if job.weights or job.loras:
+        _check_files(job)
     config = job.asked
     if config is not None and config.engine != "usp":
         split = Split((job.tokens,), config.sp_degree, config.ulysses_degree)
@@ -188,6 +195,20 @@ def with_model(job: Job, facts: ModelFacts) -> Job:
     if job.env.rank == 0:
         _warn_of_no_effect(job)
     return job
+
+
+def _check_files(job: Job) -> None:
+    """Raise ValueError unless `--weights` and `--lora` have the keys of the folder's models; reads configs
+    and headers, and the LoRA files."""
+    import diffusers
+
+    from usp.loading import check_weights, empty_models  # which bring transformers
+
+    check_weights(job.model.folder, job.weights)
+    if job.loras:
+        pipeline = getattr(diffusers, pipeline_class(job.request, job.model))
+        names = getattr(pipeline, "_lora_loadable_modules", ())
+        check_fits(pipeline, empty_models(job.model.folder, names), job.loras)
 
 
 def _warn_of_no_effect(job: Job) -> None:

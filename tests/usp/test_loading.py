@@ -17,7 +17,7 @@ from diffusers import (
     QwenImagePipeline,
     QwenImageTransformer2DModel,
 )
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
@@ -226,6 +226,27 @@ def test_weights_for_what_is_not_there_are_refused(tmp_path):
         ValueError, match=r"model_index.json does not exist, and .* is no original Wan folder"
     ):
         load(tmp_path, "QwenImagePipeline")
+
+
+@pytest.mark.parametrize("layout", ["diffusers", "original"])
+def test_every_models_keys_are_checked_before_any_weights_are_read(tmp_path, monkeypatch, layout):
+    """Promise 3: what is wrong with the VAE, which comes last, is told before the transformer is read."""
+    plain = originals.pipeline("t2v")
+    if layout == "original":
+        originals.write_original(plain, "t2v", tmp_path)
+        path = tmp_path / "Wan2.1_VAE.pth"
+        torch.save(torch.load(path) | {"extra": torch.ones(1)}, path)
+    else:
+        plain.save_pretrained(tmp_path)
+        path = tmp_path / "vae" / "diffusion_pytorch_model.safetensors"
+        save_file({**load_file(path), "extra": torch.ones(1)}, path)
+
+    def read(file: Any, key: str) -> None:
+        pytest.fail(f"{key} of {file.path} was read")
+
+    monkeypatch.setattr("runtime.checkpoint._File.tensor", read)
+    with pytest.raises(ValueError, match=r"do not fit AutoencoderKLWan: it has no place for 'extra'"):
+        load_pipeline(tmp_path, pipeline="WanPipeline", device=CPU, dtypes=FP32)
 
 
 def test_a_hub_is_asked_for_what_the_index_names(tmp_path):
