@@ -54,7 +54,10 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Everything that was checked before the ranks met; `facts` is None for a hub name, until `find`."""
+    """Everything that was checked before the ranks met; `facts` is None for a hub name, until `find`.
+
+    A job that `loads` nothing, but looks at layouts, needs the model's configs alone.
+    """
 
     task: Task
     options: JobOptions
@@ -68,6 +71,7 @@ class Job:
     loras: tuple[LoraFile, ...]
     weights: dict[str, Path]
     hub: str
+    loads: bool = True
 
     @property
     def model(self) -> ModelFacts:
@@ -113,7 +117,7 @@ class Job:
         )
 
 
-def prepare(task: Task, options: JobOptions, *, fps: int | None = None) -> Job:
+def prepare(task: Task, options: JobOptions, *, fps: int | None = None, loads: bool = True) -> Job:
     """The job, after every check that needs neither weights nor another rank; alike on all ranks.
 
     Looks at the words first, which need no file, then at the model, then at the rest. Raises ValueError with
@@ -141,7 +145,7 @@ def prepare(task: Task, options: JobOptions, *, fps: int | None = None) -> Job:
     words = _words(options, fps)
     check_words(task, images=len(options.image or ()), **words)
     folder = model_path(options.model)
-    facts = None if folder is None else read_model_folder(folder, pipeline=task.pipeline)
+    facts = None if folder is None else read_model_folder(folder, pipeline=task.pipeline, weights=loads)
     for file in loras:
         check_file(file.path)
     job = Job(
@@ -157,6 +161,7 @@ def prepare(task: Task, options: JobOptions, *, fps: int | None = None) -> Job:
         loras=loras,
         weights=weights,
         hub=hub,
+        loads=loads,
     )
     if facts is not None:
         return with_model(job, facts)
@@ -232,17 +237,18 @@ def _warn_of_no_effect(job: Job) -> None:
 
 
 def find(job: Job, world: World) -> Job:
-    """The job with its model's facts. A hub name is fetched once per host first. Collective."""
+    """The job with its model's facts. A hub name is fetched once per host first: all that is to be loaded,
+    or the configs. Collective."""
     if job.facts is not None:
         return job
     from usp.loading import hub_folder
 
     assert job.options.model is not None, "the bundled model is a folder"
     try:
-        folder = hub_folder(job.options.model, world, hub=job.hub)
+        folder = hub_folder(job.options.model, world, hub=job.hub, weights=job.loads)
     except HubError as error:
         raise SystemExit(str(error)) from error
-    return with_model(job, read_model_folder(folder, pipeline=job.task.pipeline))
+    return with_model(job, read_model_folder(folder, pipeline=job.task.pipeline, weights=job.loads))
 
 
 def load(job: Job, world: World) -> tuple[Any, ParallelConfig]:

@@ -138,10 +138,11 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
-def read_model_folder(folder: Path, *, pipeline: str | tuple[str, ...]) -> ModelFacts:
+def read_model_folder(folder: Path, *, pipeline: str | tuple[str, ...], weights: bool = True) -> ModelFacts:
     """The facts of a folder that holds a pipeline of class `pipeline`, or of one of these.
 
-    Raises ValueError, naming the file, if the folder is not one, or a part or its weights are missing.
+    Raises ValueError, naming the file, if the folder is not one, or a part is missing; where `weights` are
+    needed, also for those.
     """
     if not folder.is_dir():
         raise ValueError(f"model {str(folder)!r} is not a folder here; give a diffusers folder or a hub name")
@@ -156,7 +157,7 @@ def read_model_folder(folder: Path, *, pipeline: str | tuple[str, ...]) -> Model
         )
     layout = LAYOUTS[found]
     parts = components_in(index)
-    _check_parts(folder, parts, layout)
+    _check_parts(folder, parts, layout, weights)
     models = [name for name in layout.parts if name in parts]
     facts = _facts(folder, found, layout, models[0])
     distilled = bool(index.get("is_distilled"))  # the pipeline's, not the model's, and it turns guidance off
@@ -165,7 +166,7 @@ def read_model_folder(folder: Path, *, pipeline: str | tuple[str, ...]) -> Model
     return replace(facts, config=config, keeps_first_frame=keeps_first_frame, experts=len(models))
 
 
-def _check_parts(folder: Path, parts: list[str], layout: Layout) -> None:
+def _check_parts(folder: Path, parts: list[str], layout: Layout, weights: bool) -> None:
     for part in parts:
         if not (folder / part).is_dir():
             raise ValueError(
@@ -178,7 +179,7 @@ def _check_parts(folder: Path, parts: list[str], layout: Layout) -> None:
             f"{folder} has {'neither ' if len(layout.parts) > 1 else 'no '}{names}; there is nothing to run"
         )
     encoders = [name for name in parts if name.startswith(("text_encoder", "image_encoder"))]
-    for part in (*models, "vae", *encoders):
+    for part in (*models, "vae", *encoders) if weights else ():
         _check_weights(folder / part)
     if "scheduler" in parts:
         _read_json(folder / "scheduler" / "scheduler_config.json")

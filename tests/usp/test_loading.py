@@ -17,6 +17,7 @@ from diffusers import (
     QwenImagePipeline,
     QwenImageTransformer2DModel,
 )
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from transformers import (
     CLIPTextConfig,
@@ -31,7 +32,7 @@ from runtime.device import Device
 from tests import tiny
 from tests.usp import originals
 from usp.demo import MODEL_DIR
-from usp.loading import load_pipeline, wanted_files
+from usp.loading import config_files, load_pipeline, wanted_files
 
 CPU = Device("cpu")
 FP32 = {"default": torch.float32}
@@ -250,10 +251,17 @@ def test_every_models_keys_are_checked_before_any_weights_are_read(tmp_path, mon
 
 
 def test_a_hub_is_asked_for_what_the_index_names(tmp_path):
-    """The parts of a diffusers folder as safetensors; all weights and settings of an original one."""
+    """The parts of a diffusers folder as safetensors, or their configs; all files of an original one, whose
+    headers say what it is."""
     assert "*.pth" in wanted_files(tmp_path).allow
+    assert config_files(tmp_path) == wanted_files(tmp_path)
     index = {"_class_name": "X", "vae": ["diffusers", "AutoencoderKLWan"], "transformer_2": [None, None]}
     (tmp_path / "model_index.json").write_text(json.dumps(index))
     wanted = wanted_files(tmp_path)
     assert wanted.allow == ["model_index.json", "vae/*"]
     assert "*.bin" in wanted.ignore
+    configs = config_files(tmp_path).allow
+    assert configs == ["model_index.json", "vae/*config.json"]
+    names = ["model_index.json", "vae/config.json", "vae/x.safetensors", "vae/x.safetensors.index.json"]
+    assert list(filter_repo_objects(names, allow_patterns=configs)) == names[:2]
+    assert list(filter_repo_objects(names, allow_patterns=wanted.allow)) == names

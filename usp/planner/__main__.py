@@ -197,7 +197,7 @@ def _of_model(
     folder = model_path(model)
     if folder is None:
         raise ValueError(f"model {model!r} is a hub name; download it and give the folder")
-    facts = read_model_folder(folder, pipeline=WAN_T2V.pipeline)
+    facts = read_model_folder(folder, pipeline=WAN_T2V.pipeline, weights=False)
     given = {"prompt": "", "num_frames": frames, "guidance_scale": guidance}
     request = settle(WAN_T2V, bundled=False, size=size, **given)
     sizes = {"width": request.width, "height": request.height, "num_frames": request.num_frames}

@@ -123,8 +123,8 @@ def workload_of_folder(
 ) -> Workload | None:
     """The workload of a call of the model in a folder; None if its sequence cannot be spread.
 
-    `call` has the pipeline's defaults where it says nothing. Reads the headers of the weight files, no
-    weights.
+    `call` has the pipeline's defaults where it says nothing. Reads configs, and the headers of the weight
+    files where they are there.
     """
     plan = plan_of_folder(facts)
     if not plan.attentions:
@@ -279,19 +279,27 @@ def _factor(pipeline: Any, names: tuple[str, ...], usual: int) -> int:
 def parameter_bytes(folder: Path, itemsize: int) -> int:
     """Bytes of all weights of a pipeline folder once loaded, from the headers of its files.
 
-    Floating point weights take `itemsize` bytes each, those of the VAE four (Wan's is kept in fp32). Of an
-    original folder all safetensors and .pth files are counted.
+    Floating point weights take `itemsize` bytes each, those of the VAE four (Wan's is kept in fp32). A part
+    of a diffusers folder whose weights are not there counts as its config makes it. Of an original folder all
+    safetensors and .pth files are counted.
     """
     if not (folder / "model_index.json").is_file():
         files = [*folder.rglob("*.safetensors"), *folder.rglob("*.pth")]
         return sum(_file_bytes(file, itemsize) for file in files)
-    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
-    parts = components_in(index)
-    return sum(
-        _file_bytes(file, FP32 if part == "vae" else itemsize)
-        for part in parts
-        for file in _weight_files(folder / part)
-    )
+    parts = components_in(json.loads((folder / "model_index.json").read_text(encoding="utf-8")))
+    files = {part: _weight_files(folder / part) for part in parts}
+    sizes = {part: FP32 if part == "vae" else itemsize for part in parts}
+    here = sum(_file_bytes(file, sizes[part]) for part in parts for file in files[part])
+    bare = [part for part in parts if not files[part] and (folder / part / "config.json").is_file()]
+    return here + (_bytes_as_made(folder, {part: sizes[part] for part in bare}) if bare else 0)
+
+
+def _bytes_as_made(folder: Path, itemsizes: Mapping[str, int]) -> int:
+    """Bytes of the parameters of these parts of a folder, of which only the configs are needed."""
+    from usp.loading import empty_models  # which brings transformers
+
+    found = empty_models(folder, itemsizes.keys())
+    return sum(p.numel() * itemsizes[part] for part, model in found.items() for p in model.parameters())
 
 
 def _weight_files(part: Path) -> list[Path]:
