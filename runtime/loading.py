@@ -13,7 +13,7 @@ from runtime.checkpoint import FileTensor, open_checkpoint, resolve_files
 from runtime.device import UNINDEXED, Device
 from runtime.report import format_bytes
 
-__all__ = ["LoadReport", "load_module", "open_checkpoint", "resolve_files"]
+__all__ = ["LoadReport", "check_tensors", "load_module", "open_checkpoint", "resolve_files"]
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -68,11 +68,7 @@ def load_module(
         raise ValueError(
             f"device {device} has no index, so every rank might load to card 0; use the device of this rank"
         )
-    places = _places(module)
-    _check_keys(module, places, tensors)
-    named = {name: (tensors[name], places[name]) for name in tensors}
-    for name, (tensor, where) in named.items():
-        _check_fit(module, name, tensor, where[0].now)
+    named = {name: (tensors[name], where) for name, where in check_tensors(module, tensors).items()}
     made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for name, (tensor, where) in named.items():
         if id(where) not in made:
@@ -90,6 +86,19 @@ def load_module(
         bytes_held=sum(value.nbytes for _, value in made.values()),
         cast=sum(tensor.dtype != value.dtype for tensor, value in made.values()),
     )
+
+
+def check_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, list[_Place]]:
+    """Where each of `tensors` goes in `module`; reads no values.
+
+    Raises ValueError, naming file and key, for a key too many or too few, a shape or a dtype.
+    """
+    places = _places(module)
+    _check_keys(module, places, tensors)
+    found = {name: places[name] for name in tensors}
+    for name, where in found.items():
+        _check_fit(module, name, tensors[name], where[0].now)
+    return found
 
 
 def _places(module: nn.Module) -> dict[str, list[_Place]]:

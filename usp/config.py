@@ -179,11 +179,13 @@ def choose_parallel(
 
 
 def spellings(world_size: int) -> list[str]:
-    """The spellings whose degrees multiply to `world_size`: one axis, two, and both with two guidance
-    branches."""
+    """The spellings whose degrees multiply to `world_size`: one axis, two, and both with two or with three
+    guidance branches."""
     found = _sequence_spellings(world_size)
-    if world_size % 2 == 0:
-        found += [f"'cfg2 {text}'" if text else "'cfg2'" for text in _bare(world_size // 2)]
+    for branches in (2, 3):
+        if world_size % branches == 0:
+            rest = _bare(world_size // branches)
+            found += [f"'cfg{branches} {text}'" if text else f"'cfg{branches}'" for text in rest]
     return found
 
 

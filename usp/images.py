@@ -1,5 +1,6 @@
 """Images in and out: read whole into memory before anything else, written as PNG, whole or not at all."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,6 +8,20 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from usp.files import check_writable, write_whole
+
+SIDE_STEP = 32  # pixels; what Qwen's pipelines round to
+
+
+def at_area(size: tuple[int, int], area: int) -> tuple[int, int]:
+    """Width and height of an image of this size brought to about `area` pixels.
+
+    Source: `calculate_dimensions` of diffusers' Qwen-Image-Edit.
+    """
+    width, height = size
+    wide = math.sqrt(area * width / height)
+    sides = (wide, wide * height / width)
+    fitted = (max(1, round(side / SIDE_STEP)) * SIDE_STEP for side in sides)
+    return next(fitted), next(fitted)
 
 
 def read_images(paths: Sequence[Path]) -> tuple[Image.Image, ...]:

@@ -18,13 +18,19 @@ from usp.config import CacheConfig, ParallelConfig, choose_parallel
 from usp.demo import MODEL_DIR, unknown_words
 from usp.images import read_images
 from usp.layout import Split
-from usp.lora import LoraFile, check_loras, load_loras
+from usp.lora import LoraFile, check_file, check_fits, load_loras, parse_lora
 from usp.model_folder import ModelFacts, read_model_folder
 from usp.options import JobOptions
 from usp.pipeline import ParallelPipeline
-from usp.planner import Choice, branches_of, choose_for, parse_link, workload_of_folder
-from usp.plans import PLANS
-from usp.plans.wan import WAN
+from usp.planner import (
+    Choice,
+    Workload,
+    branches_of,
+    choose_for,
+    parse_link,
+    plan_of_folder,
+    workload_of_folder,
+)
 from usp.randomness import check_seed
 from usp.schedulers import check_scheduler, with_scheduler
 from usp.tasks import (
@@ -32,6 +38,7 @@ from usp.tasks import (
     Task,
     call_with_defaults,
     check_call,
+    check_words,
     choose_dtype,
     fit,
     model_path,
@@ -47,7 +54,10 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Everything that was checked before the ranks met; `facts` is None for a hub name, until `find`."""
+    """Everything that was checked before the ranks met; `facts` is None for a hub name, until `find`.
+
+    A job that `loads` nothing, but looks at layouts, needs the model's configs alone.
+    """
 
     task: Task
     options: JobOptions
@@ -61,6 +71,7 @@ class Job:
     loras: tuple[LoraFile, ...]
     weights: dict[str, Path]
     hub: str
+    loads: bool = True
 
     @property
     def model(self) -> ModelFacts:
@@ -76,18 +87,21 @@ class Job:
     @property
     def branches(self) -> int:
         """Guidance branches of each step."""
-        plan = PLANS.get(self.model.config.get("_class_name", ""), WAN)
-        return branches_of(call_with_defaults(self.request, self.model), self.model.config, plan)
+        call = call_with_defaults(self.request, self.model)
+        return branches_of(call, self.model.config, plan_of_folder(self.model))
+
+    @property
+    def workload(self) -> Workload | None:
+        """The request as the planner takes it; None for a model whose sequence cannot be spread."""
+        call, cached = call_with_defaults(self.request, self.model), self.cache is not None
+        return workload_of_folder(self.model, call, itemsize=self.dtype.itemsize, cached=cached)
 
     def choose(self, world: World) -> Choice:
         """What the planner finds for this request; measures the machine. Collective."""
         options = self.options
-        workload = workload_of_folder(
-            self.model, **self.request.shape, branches=self.branches, itemsize=self.dtype.itemsize
-        )
         link = None if options.link is None else parse_link(options.link)
         found = {"transport": options.transport, "strict": options.strict, "link": link}
-        return choose_for(world, workload, self.dtype, **found)
+        return choose_for(world, self.workload, self.dtype, **found)
 
     def parallel(self, plain: Any, config: ParallelConfig, world: World) -> ParallelPipeline:
         """The pipeline on all ranks, as the options want it. Collective."""
@@ -103,10 +117,11 @@ class Job:
         )
 
 
-def prepare(task: Task, options: JobOptions, *, fps: int | None = None) -> Job:
+def prepare(task: Task, options: JobOptions, *, fps: int | None = None, loads: bool = True) -> Job:
     """The job, after every check that needs neither weights nor another rank; alike on all ranks.
 
-    Raises ValueError with one sentence.
+    Looks at the words first, which need no file, then at the model, then at the rest. Raises ValueError with
+    one sentence.
     """
     check_seed(options.seed)
     if not 0 < options.timeout < math.inf:
@@ -123,35 +138,43 @@ def prepare(task: Task, options: JobOptions, *, fps: int | None = None) -> Job:
     if asked is not None and asked.engine != "usp":
         ring, kernel = asked.ring_degree, options.kernel
         check_engine(asked.engine, ring_degree=ring, kernel=kernel, device_type=here.kind)
-    request = _request(task, options, fps)
+    dtype = choose_dtype(options.dtype, here)
+    cache = None if options.cache is None else CacheConfig(threshold=options.cache)
+    loras = tuple(parse_lora(text) for text in options.lora or ())
+    weights = parse_weights(options.weights or ())
+    words = _words(options, fps)
+    check_words(task, images=len(options.image or ()), **words)
     folder = model_path(options.model)
+    facts = None if folder is None else read_model_folder(folder, pipeline=task.pipeline, weights=loads)
+    for file in loras:
+        check_file(file.path)
     job = Job(
         task=task,
         options=options,
-        request=request,
+        request=settle(task, images=read_images(options.image or ()), **words),
         env=env,
         device=here,
         facts=None,
-        dtype=choose_dtype(options.dtype, here),
+        dtype=dtype,
         asked=asked,
-        cache=None if options.cache is None else CacheConfig(threshold=options.cache),
-        loras=check_loras(options.lora or ()),
-        weights=parse_weights(options.weights or ()),
+        cache=cache,
+        loras=loras,
+        weights=weights,
         hub=hub,
+        loads=loads,
     )
-    if folder is not None:
-        return with_model(job, read_model_folder(folder, pipeline=task.pipeline))
+    if facts is not None:
+        return with_model(job, facts)
     check_scheduler(options.scheduler, task.pipelines[0])
     return job
 
 
-def _request(task: Task, options: JobOptions, fps: int | None) -> Request:
+def _words(options: JobOptions, fps: int | None) -> dict[str, Any]:
+    """What the options say of the picture, as `settle` takes it; images apart."""
     given = {"prompt": options.prompt, "negative_prompt": options.negative_prompt, "fps": fps}
     given |= {"num_frames": options.frames, "num_inference_steps": options.steps}
     given |= {"guidance_scale": options.guidance}
-    images = read_images(options.image or ())
-    bundled = options.model is None
-    return settle(task, bundled=bundled, size=options.size, images=images, count=options.count, **given)
+    return {"bundled": options.model is None, "size": options.size, "count": options.count, **given}
 
 
 def _own_device(choice: str | None, env: RankEnv) -> Device:
@@ -168,10 +191,8 @@ def with_model(job: Job, facts: ModelFacts) -> Job:
     facts.check_size(**job.request.shape)
     check_call(job.request, facts)
     check_scheduler(job.options.scheduler, pipeline_class(job.request, facts))
-    if job.weights:
-        from usp.loading import check_weights  # which brings transformers
-
-        check_weights(facts.folder, job.weights)
+    if job.weights or job.loras:
+        _check_files(job)
     config = job.asked
     if config is not None and config.engine != "usp":
         split = Split((job.tokens,), config.sp_degree, config.ulysses_degree)
@@ -179,6 +200,20 @@ def with_model(job: Job, facts: ModelFacts) -> Job:
     if job.env.rank == 0:
         _warn_of_no_effect(job)
     return job
+
+
+def _check_files(job: Job) -> None:
+    """Raise ValueError unless `--weights` and `--lora` have the keys of the folder's models; reads configs
+    and headers, and the LoRA files."""
+    import diffusers
+
+    from usp.loading import check_weights, empty_models  # which bring transformers
+
+    check_weights(job.model.folder, job.weights)
+    if job.loras:
+        pipeline = getattr(diffusers, pipeline_class(job.request, job.model))
+        names = getattr(pipeline, "_lora_loadable_modules", ())
+        check_fits(pipeline, empty_models(job.model.folder, names), job.loras)
 
 
 def _warn_of_no_effect(job: Job) -> None:
@@ -202,17 +237,18 @@ def _warn_of_no_effect(job: Job) -> None:
 
 
 def find(job: Job, world: World) -> Job:
-    """The job with its model's facts. A hub name is fetched once per host first. Collective."""
+    """The job with its model's facts. A hub name is fetched once per host first: all that is to be loaded,
+    or the configs. Collective."""
     if job.facts is not None:
         return job
     from usp.loading import hub_folder
 
     assert job.options.model is not None, "the bundled model is a folder"
     try:
-        folder = hub_folder(job.options.model, world, hub=job.hub)
+        folder = hub_folder(job.options.model, world, hub=job.hub, weights=job.loads)
     except HubError as error:
         raise SystemExit(str(error)) from error
-    return with_model(job, read_model_folder(folder, pipeline=job.task.pipeline))
+    return with_model(job, read_model_folder(folder, pipeline=job.task.pipeline, weights=job.loads))
 
 
 def load(job: Job, world: World) -> tuple[Any, ParallelConfig]:

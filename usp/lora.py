@@ -8,7 +8,7 @@ import logging
 import math
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -64,19 +64,8 @@ def parse_lora(text: str) -> LoraFile:
     return LoraFile(path=Path(path).expanduser(), scale=scale, part=part)
 
 
-def check_loras(texts: Sequence[str]) -> tuple[LoraFile, ...]:
-    """The files that the texts name, as `parse_lora` reads them; of each file only the header is read.
-
-    Raises ValueError for a text that does not parse, a path that is no file, or a file without LoRA keys.
-    """
-    files = tuple(parse_lora(text) for text in texts)
-    for file in files:
-        check_file(file.path)
-    return files
-
-
 def check_file(path: Path) -> None:
-    """Raise ValueError, naming the path, unless a LoRA can be read from it."""
+    """Raise ValueError, naming the path, unless a LoRA can be read from it; reads the header only."""
     if path.is_dir():
         raise ValueError(f"lora {str(path)!r} is a folder; name the {WEIGHTS} file in it")
     if not path.is_file():
@@ -93,6 +82,22 @@ def check_file(path: Path) -> None:
         raise ValueError(f"lora {str(path)!r} holds no LoRA weights: {first}; check the file")
 
 
+def check_fits(pipeline: Any, models: Mapping[str, Any], files: Sequence[LoraFile]) -> None:
+    """Raise ValueError unless each file names modules of these models of a pipeline of class `pipeline`.
+
+    `models` has by name what the class takes a LoRA for; their weights may be on the meta device. So a file
+    for another model is told before any weights are read.
+    """
+    config = {"unet_config": models["unet"].config} if "unet" in models else {}  # as the pipeline passes it
+    for file in files:
+        _check_takes_lora(pipeline, pipeline.__name__)
+        for part in _parts(pipeline.__name__, models, file):
+            second = part == "transformer_2"
+            seen = _seen(pipeline.__name__, models, str(file.path), second=second)
+            with _telling_of_the_source(pipeline.__name__, seen):
+                _read_fitting(partial(pipeline.lora_state_dict, **config), str(file.path), file.path, seen)
+
+
 def load_loras(pipeline: Any, files: Sequence[LoraFile], world: World) -> list[str]:
     """Load the files into the experts that they name and put all in force; returns the adapters' names.
 
@@ -103,7 +108,7 @@ def load_loras(pipeline: Any, files: Sequence[LoraFile], world: World) -> list[s
         stem = re.sub(r"\W+", "_", file.path.stem) or "lora"
         count = sum(name == stem or re.fullmatch(rf"{stem}_\d+", name) is not None for name in names)
         names.append(f"{stem}_{count + 1}" if count else stem)
-        for part in _parts(pipeline, file):
+        for part in _parts(type(pipeline).__name__, _models(pipeline), file):
             into = {"load_into_transformer_2": True} if part == "transformer_2" else {}
             load_lora(pipeline, world, str(file.path), adapter_name=names[-1], **into)
     if names:
@@ -111,12 +116,12 @@ def load_loras(pipeline: Any, files: Sequence[LoraFile], world: World) -> list[s
     return names
 
 
-def _parts(pipeline: Any, file: LoraFile) -> list[str | None]:
+def _parts(pipeline: str, models: Mapping[str, Any], file: LoraFile) -> list[str | None]:
     """The experts that a file goes to; [None]: the pipeline has no choice to make."""
-    experts = [part for part in PARTS if getattr(pipeline, part, None) is not None]
+    experts = [part for part in PARTS if part in models]
     if file.part is not None and file.part not in experts:
         raise ValueError(
-            f"lora {str(file.path)!r} is for {file.part}, which this {type(pipeline).__name__} has "
+            f"lora {str(file.path)!r} is for {file.part}, which this {pipeline} has "
             f"not; it has {', '.join(experts) or 'one model'}; leave the part out"
         )
     return [file.part] if file.part else [*experts] or [None]
@@ -149,37 +154,43 @@ def load_lora(pipeline: Any, world: World, *args: Any, **kwargs: Any) -> None:
 
 def _load(pipeline: Any, *args: Any, **kwargs: Any) -> "_Seen":
     """Load on this rank. Whatever goes wrong is a ValueError that names the source."""
-    if not hasattr(pipeline, "load_lora_weights"):
-        raise ValueError(f"{type(pipeline).__name__} takes no LoRA; leave it out")
+    name = type(pipeline).__name__
+    _check_takes_lora(pipeline, name)
     bound = inspect.signature(pipeline.load_lora_weights).bind(*args, **kwargs)
     source = next(iter(bound.arguments.values()))
     file = _local_file(source, kwargs)
     if file is not None:
         check_file(file)
-    models = _models(pipeline)
-    second = models.pop("transformer_2", None)  # its keys say "transformer" too
-    if second is not None and "transformer" not in models:
-        raise ValueError(
-            f"this {type(pipeline).__name__} has transformer_2 and no transformer; diffusers loads a LoRA "
-            "only where both are; merge it into the weights before"
-        )
-    seen = _Seen(name="from a dict" if isinstance(source, dict) else str(source), models=models)
-    if kwargs.get("load_into_transformer_2") and second is not None:
-        models["transformer"] = second
-        seen.other_names["transformer"] = "transformer_2"
+    said = "from a dict" if isinstance(source, dict) else str(source)
+    seen = _seen(name, _models(pipeline), said, second=bool(kwargs.get("load_into_transformer_2")))
+    with (
+        _telling_of_the_source(name, seen),
+        _observed(pipeline, seen, file),
+        _unmatched_keys_told_once(),
+    ):
+        pipeline.load_lora_weights(*args, **kwargs)
+    if not any(True for model in seen.models.values() for _ in _tuner_layers(model)):
+        raise ValueError(f"lora {seen.name}: none of its keys matches {', '.join(sorted(seen.models))}")
+    return seen
+
+
+def _check_takes_lora(pipeline: Any, name: str) -> None:
+    if not hasattr(pipeline, "load_lora_weights"):
+        raise ValueError(f"{name} takes no LoRA; leave it out")
+
+
+@contextmanager
+def _telling_of_the_source(pipeline: str, seen: "_Seen") -> Iterator[None]:
+    """Whatever goes wrong in the body is a ValueError that names the source."""
     try:
-        with _observed(pipeline, seen, file), _unmatched_keys_told_once():
-            pipeline.load_lora_weights(*args, **kwargs)
+        yield
     except (RuntimeError, LookupError, TypeError, AttributeError, OSError, ValueError) as error:
         if seen.refused:
             raise
         told = [line.strip() for line in str(error).splitlines() if "mismatch" in line] or [str(error)]
         raise ValueError(
-            f"lora {seen.name} does not fit {type(pipeline).__name__}: {type(error).__name__}: {told[0]}"
+            f"lora {seen.name} does not fit {pipeline}: {type(error).__name__}: {told[0]}"
         ) from error
-    if not any(True for model in models.values() for _ in _tuner_layers(model)):
-        raise ValueError(f"lora {seen.name}: none of its keys matches {', '.join(sorted(models))}")
-    return seen
 
 
 @dataclass
@@ -209,24 +220,45 @@ class _Seen:
             logger.info(counts)
 
 
+def _seen(pipeline: str, models: Mapping[str, Any], source: str, *, second: bool) -> _Seen:
+    """What a load into these models, or into the `second` of two experts, is to look at."""
+    looked_at = dict(models)
+    other = looked_at.pop("transformer_2", None)  # its keys say "transformer" too
+    if other is not None and "transformer" not in looked_at:
+        raise ValueError(
+            f"this {pipeline} has transformer_2 and no transformer; diffusers loads a LoRA "
+            "only where both are; merge it into the weights before"
+        )
+    seen = _Seen(name=source, models=looked_at)
+    if second and other is not None:
+        looked_at["transformer"] = other
+        seen.other_names["transformer"] = "transformer_2"
+    return seen
+
+
+def _read_fitting(read: Any, source: Any, file: Path | None, seen: _Seen) -> Any:
+    """What `read` makes of a source, less the keys that fit no module; `seen` has both."""
+    out, left = read_known(read, source, file)
+    state, *rest = out if isinstance(out, tuple) else (out,)
+    seen.kept, unmatched = fitting(state, seen.models)
+    seen.unmatched = [*left, *unmatched]
+    if not seen.kept:
+        seen.refused = True
+        raise ValueError(
+            f"lora {seen.name}: none of its {len(seen.unmatched)} keys matches a module of "
+            f"{', '.join(sorted(seen.models))}; its keys are {some(seen.unmatched)}; it is for another "
+            "model"
+        )
+    return (seen.kept, *rest) if isinstance(out, tuple) else seen.kept
+
+
 @contextmanager
 def _observed(pipeline: Any, seen: _Seen, file: Path | None) -> Iterator[None]:
     """Stand between the pipeline's reading of a file and its use: only keys that fit a module go on."""
     read = pipeline.lora_state_dict
 
     def lora_state_dict(source: Any, *args: Any, **kwargs: Any) -> Any:
-        out, left = read_known(partial(read, *args, **kwargs), source, file)
-        state, *rest = out if isinstance(out, tuple) else (out,)
-        seen.kept, unmatched = fitting(state, seen.models)
-        seen.unmatched = [*left, *unmatched]
-        if not seen.kept:
-            seen.refused = True
-            raise ValueError(
-                f"lora {seen.name}: none of its {len(seen.unmatched)} keys matches a module of "
-                f"{', '.join(sorted(seen.models))}; its keys are {some(seen.unmatched)}; it is for another "
-                "model"
-            )
-        return (seen.kept, *rest) if isinstance(out, tuple) else seen.kept
+        return _read_fitting(partial(read, *args, **kwargs), source, file, seen)
 
     pipeline.lora_state_dict = lora_state_dict
     try:

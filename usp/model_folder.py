@@ -15,6 +15,7 @@ class ModelFacts:
     """The sizes that a pipeline folder fixes; scale factors are pixels, or frames, per latent.
 
     A model of images makes one frame. `max_positions` is None where positions are computed for any size.
+    `experts` counts the transformers that take turns over the steps.
     """
 
     folder: Path
@@ -27,6 +28,7 @@ class ModelFacts:
     max_positions: int | None = 1024  # tokens along each of time, height and width
     vae_in_fp32: bool = True
     keeps_first_frame: bool = False  # Wan 2.2 5B: an image takes a frame's place, not further channels
+    experts: int = 1
     config: Mapping[str, Any] = field(
         default_factory=dict, repr=False
     )  # the transformer's, in diffusers' words
@@ -136,10 +138,11 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
-def read_model_folder(folder: Path, *, pipeline: str | tuple[str, ...]) -> ModelFacts:
+def read_model_folder(folder: Path, *, pipeline: str | tuple[str, ...], weights: bool = True) -> ModelFacts:
     """The facts of a folder that holds a pipeline of class `pipeline`, or of one of these.
 
-    Raises ValueError, naming the file, if the folder is not one, or a part or its weights are missing.
+    Raises ValueError, naming the file, if the folder is not one, or a part is missing; where `weights` are
+    needed, also for those.
     """
     if not folder.is_dir():
         raise ValueError(f"model {str(folder)!r} is not a folder here; give a diffusers folder or a hub name")
@@ -154,15 +157,16 @@ def read_model_folder(folder: Path, *, pipeline: str | tuple[str, ...]) -> Model
         )
     layout = LAYOUTS[found]
     parts = components_in(index)
-    _check_parts(folder, parts, layout)
-    part = next(name for name in layout.parts if name in parts)
-    facts = _facts(folder, found, layout, part)
+    _check_parts(folder, parts, layout, weights)
+    models = [name for name in layout.parts if name in parts]
+    facts = _facts(folder, found, layout, models[0])
     distilled = bool(index.get("is_distilled"))  # the pipeline's, not the model's, and it turns guidance off
     config = {**facts.config, "is_distilled": distilled}
-    return replace(facts, config=config, keeps_first_frame=bool(index.get("expand_timesteps")))
+    keeps_first_frame = bool(index.get("expand_timesteps"))
+    return replace(facts, config=config, keeps_first_frame=keeps_first_frame, experts=len(models))
 
 
-def _check_parts(folder: Path, parts: list[str], layout: Layout) -> None:
+def _check_parts(folder: Path, parts: list[str], layout: Layout, weights: bool) -> None:
     for part in parts:
         if not (folder / part).is_dir():
             raise ValueError(
@@ -175,7 +179,7 @@ def _check_parts(folder: Path, parts: list[str], layout: Layout) -> None:
             f"{folder} has {'neither ' if len(layout.parts) > 1 else 'no '}{names}; there is nothing to run"
         )
     encoders = [name for name in parts if name.startswith(("text_encoder", "image_encoder"))]
-    for part in (*models, "vae", *encoders):
+    for part in (*models, "vae", *encoders) if weights else ():
         _check_weights(folder / part)
     if "scheduler" in parts:
         _read_json(folder / "scheduler" / "scheduler_config.json")
@@ -205,7 +209,8 @@ def _original(folder: Path, wanted: tuple[str, ...]) -> ModelFacts | None:
         **read["vae"],
     }  # AutoencoderKLWan's defaults
     facts = _facts_of(folder, found, LAYOUTS[found], (config, folder), (vae, folder))
-    return replace(facts, keeps_first_frame=original.kind == "ti2v")
+    experts = len(original.transformers)
+    return replace(facts, keeps_first_frame=original.kind == "ti2v", experts=experts)
 
 
 def _facts(folder: Path, pipeline: str, layout: Layout, part: str) -> ModelFacts:

@@ -18,7 +18,7 @@ from runtime.checkpoint import open_checkpoint, resolve_files
 from runtime.device import Device
 from runtime.loading import LoadReport
 from usp import original_keys as keys
-from usp.parts import empty_model, fill, read_keys
+from usp.parts import check_fits, empty_model, fill, read_keys
 
 T5_FILE = "models_t5_umt5-xxl-enc-bf16.pth"
 CLIP_FILE = "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth"
@@ -37,6 +37,8 @@ KINDS = {
 FLOW_SHIFT = {"t2v": 3.0, "i2v": 3.0, "ti2v": 5.0}
 BOUNDARY_RATIO = {"t2v": 0.875, "i2v": 0.9}
 LATENT_CHANNELS = {"2.1": 16, "2.2": 48}  # of which the mean and spread are known
+
+Opened = tuple[Any, Mapping[str, torch.Tensor]]  # a model without weights, and its tensors, unread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,21 +152,22 @@ def load_original(
     """The arguments that make a `pipeline` (a class's name) of this folder, and each model's load report.
 
     Models are on `device`; `dtype` gives each component's, by name. Raises ValueError, naming file and key,
-    for what does not fit.
+    for what does not fit, before any weights are read.
     """
     if pipeline not in KINDS[layout.kind]:
         raise ValueError(
             f"{layout.folder} holds {layout.name}; this task runs a {pipeline}; "
             f"use the task for {' or '.join(KINDS[layout.kind])}"
         )
-    made: dict[str, Any] = {}
-    reports = {}
-    loaders = dict.fromkeys(layout.transformers, _load_transformer)
-    loaders |= {"text_encoder": _load_text_encoder, "vae": _load_vae}
+    openers = dict.fromkeys(layout.transformers, _open_transformer)
+    openers |= {"text_encoder": _open_text_encoder, "vae": _open_vae}
     if pipeline == "WanImageToVideoPipeline" and layout.has_clip:
-        loaders["image_encoder"] = _load_image_encoder
-    for name, load in loaders.items():
-        made[name], reports[name] = load(layout, name, device, dtype(name))
+        openers["image_encoder"] = _open_image_encoder
+    opened = {name: opener(layout, name, dtype(name)) for name, opener in openers.items()}
+    for model, tensors in opened.values():
+        check_fits(model, tensors)
+    made: dict[str, Any] = {name: model for name, (model, _) in opened.items()}
+    reports = {name: fill(*opened.pop(name), device=device, dtype=dtype(name)) for name in openers}
     if "image_encoder" in made:
         from transformers import CLIPImageProcessor  # whose import warns where torchvision is missing
 
@@ -180,33 +183,30 @@ def load_original(
     return made, reports
 
 
-def _load_transformer(
-    layout: Layout, name: str, device: Device, dtype: torch.dtype
-) -> tuple[Any, LoadReport]:
+def _open_transformer(layout: Layout, name: str, dtype: torch.dtype) -> Opened:
     folder = layout.transformers[name]
     tensors = open_checkpoint(resolve_files(folder))
     model = empty_model(WanTransformer3DModel, _transformer_config(folder, tensors), dtype)
-    converted = convert_wan_transformer_to_diffusers(tensors)
-    return model, fill(model, converted, device=device, dtype=dtype)
+    return model, convert_wan_transformer_to_diffusers(tensors)
 
 
-def _load_vae(layout: Layout, _: str, device: Device, dtype: torch.dtype) -> tuple[Any, LoadReport]:
+def _open_vae(layout: Layout, _: str, dtype: torch.dtype) -> Opened:
     path = layout.folder / VAE_FILES[layout.vae_version]
     tensors = open_checkpoint([path])
     model = empty_model(AutoencoderKLWan, _vae_config(layout, tensors, path), dtype)
     convert = convert_wan_vae_to_diffusers if layout.vae_version == "2.1" else keys.vae_22_to_diffusers
-    return model, fill(model, convert(tensors), device=device, dtype=dtype)
+    return model, convert(tensors)
 
 
-def _load_text_encoder(layout: Layout, _: str, device: Device, dtype: torch.dtype) -> tuple[Any, LoadReport]:
+def _open_text_encoder(layout: Layout, _: str, dtype: torch.dtype) -> Opened:
     path = layout.folder / T5_FILE
     tensors = open_checkpoint([path])
     config = read_keys(tensors, [path], lambda: keys.t5_config(tensors))
     model = empty_model(UMT5EncoderModel, config, dtype)
-    return model, fill(model, keys.t5_to_transformers(tensors), device=device, dtype=dtype)
+    return model, keys.t5_to_transformers(tensors)
 
 
-def _load_image_encoder(layout: Layout, _: str, device: Device, dtype: torch.dtype) -> tuple[Any, LoadReport]:
+def _open_image_encoder(layout: Layout, _: str, dtype: torch.dtype) -> Opened:
     path = layout.folder / CLIP_FILE
     tensors = open_checkpoint([path])
     config = read_keys(tensors, [path], lambda: keys.clip_config(tensors))
@@ -214,7 +214,7 @@ def _load_image_encoder(layout: Layout, _: str, device: Device, dtype: torch.dty
     converted = keys.clip_to_transformers(tensors)
     if any(name.startswith("vision_model.") for name in model.state_dict()):  # an older transformers
         converted = {f"vision_model.{name}": tensor for name, tensor in converted.items()}
-    return model, fill(model, converted, device=device, dtype=dtype)
+    return model, converted
 
 
 def _image_sizes(edge: int) -> dict[str, Any]:

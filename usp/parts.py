@@ -12,7 +12,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import nn
 
 from runtime.device import Device
-from runtime.loading import LoadReport, load_module
+from runtime.loading import LoadReport, check_tensors, load_module
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -31,6 +31,12 @@ def empty_model(cls: type[Model], config: Mapping[str, Any], dtype: torch.dtype)
     return model
 
 
+def check_fits(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise ValueError, naming file and key, unless `fill` can load `tensors` into a model from
+    `empty_model`; reads no values."""
+    check_tensors(model, _used(model, tensors))
+
+
 def fill(
     model: nn.Module, tensors: Mapping[str, torch.Tensor], *, device: Device, dtype: torch.dtype
 ) -> LoadReport:
@@ -39,15 +45,20 @@ def fill(
     What the class keeps in fp32 stays fp32, and keys that it knows and does not use are left out.
     Raises ValueError, naming file and key, as `load_module` does.
     """
+    rule = fp32_rule(model, dtype)
+    report = load_module(model, _used(model, tensors), device=device, dtype=dtype, stays_fp32=rule)
+    model.eval()
+    return report
+
+
+def _used(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors less those that the model's class knows and does not use."""
     unused = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    kept = {
+    return {
         name: tensor
         for name, tensor in tensors.items()
         if not any(re.search(pattern, name) for pattern in unused)
     }
-    report = load_module(model, kept, device=device, dtype=dtype, stays_fp32=fp32_rule(model, dtype))
-    model.eval()
-    return report
 
 
 def fp32_rule(model: nn.Module, dtype: torch.dtype) -> Callable[[str], bool]:

@@ -86,7 +86,8 @@ class ParallelPipeline:
         try:
             self._check_ranks("auto" if asked is None else str(asked))
             if asked is None:
-                self._auto = Auto(self.world, pipeline, next(iter(self._models.values())), strict=strict)
+                model, cached = next(iter(self._models.values())), cache is not None
+                self._auto = Auto(self.world, pipeline, model, strict=strict, cached=cached)
                 self.parallel = self._auto.first()
             self._go_parallel()
         except BaseException:

@@ -48,7 +48,7 @@ def run(
         check_output(path)
     else:
         check_image_output(path, options.count)
-    job = prepare(task, options, fps=fps)
+    job = prepare(task, options, fps=fps, loads=not layouts)
     with connect(job.device, env=job.env, timeout_s=options.timeout) as world:
         if layouts:
             return show_layouts(job, world)

@@ -12,6 +12,7 @@ from PIL import Image
 
 from runtime.device import Device
 from usp.demo import DEFAULTS, MODEL_DIR
+from usp.images import at_area
 from usp.model_folder import ModelFacts
 from usp.recipes import TASKS, WAN_T2V, Task
 
@@ -19,7 +20,6 @@ __all__ = ["TASKS", "WAN_T2V", "Request", "Task"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ONE_IMAGE = ("QwenImageEditPipeline",)  # takes more as a batch
-IMAGE_STEP = 32  # pixels; what Qwen's pipelines round to
 OPTIONS = {"negative_prompt": "--negative-prompt", "image": "--image"}
 
 
@@ -65,6 +65,30 @@ class Request:
         return arguments
 
 
+def check_words(
+    task: Task, *, bundled: bool, size: str | None, images: int = 0, count: int = 1, **given: Any
+) -> None:
+    """Raise ValueError for what the task refuses whatever the model is and files hold.
+
+    As `settle` takes it, but for `images`, which are counted here.
+    """
+    if bundled and not task.bundled:
+        raise ValueError(f"no model was given; {task.name} has none bundled; name one with --model")
+    if size is not None:
+        _size(size)
+    _check_counts(task, images, count)
+    for name, option in (("num_frames", "--frames"), ("fps", "--fps")):
+        if task.kind == "image" and given.get(name) is not None:
+            raise ValueError(f"{option} {given[name]} was given; {task.name} makes images; leave it away")
+    for name in ("num_inference_steps", "fps"):
+        value = given.get(name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name.replace('_', ' ')} {value} was asked for; use 1 or more")
+    guidance = given.get("guidance_scale")
+    if guidance is not None and not math.isfinite(guidance):
+        raise ValueError(f"guidance scale {guidance} was asked for; use a number; 1 is off")
+
+
 def settle(
     task: Task,
     *,
@@ -78,22 +102,20 @@ def settle(
 
     `size` is "WIDTHxHEIGHT"; `count` images are made. Raises ValueError for a value that no model takes.
     """
-    if bundled and not task.bundled:
-        raise ValueError(f"no model was given; {task.name} has none bundled; name one with --model")
+    check_words(task, bundled=bundled, size=size, images=len(images), count=count, **given)
     defaults: Any = DEFAULTS if bundled else task
     if size is not None:
         given |= _size(size)
     elif task.shaped_by_image and images:
-        given |= _shaped_like(images[-1], task)
+        shape = at_area(images[-1].size, task.width * task.height)
+        given |= dict(zip(("width", "height"), shape, strict=True))
     if given.get("prompt") is None:
         if not bundled:
             raise ValueError(f"no prompt was given; say what the {task.kind} shall show with --prompt")
         given["prompt"] = DEFAULTS.prompt
-    _check_counts(task, images, count)
     names = ("width", "height", "num_inference_steps", "guidance_scale")
     names += ("num_frames", "fps") if task.kind == "video" else ()
     values = {name: given[name] if given.get(name) is not None else getattr(defaults, name) for name in names}
-    _check_values(task, values, given)
     return Request(
         task=task,
         prompt=given["prompt"],
@@ -114,17 +136,9 @@ def _size(size: str) -> dict[str, int]:
     return {"width": int(width), "height": int(height)}
 
 
-def _shaped_like(image: Image.Image, task: Task) -> dict[str, int]:
-    """The image's shape at the task's area, as diffusers' Qwen-Image-Edit computes it."""
-    ratio = image.width / image.height
-    width = math.sqrt(task.width * task.height * ratio)
-    sides = {"width": width, "height": width / ratio}
-    return {name: max(1, round(side / IMAGE_STEP)) * IMAGE_STEP for name, side in sides.items()}
-
-
-def _check_counts(task: Task, images: tuple[Image.Image, ...], count: int) -> None:
+def _check_counts(task: Task, images: int, count: int) -> None:
     least, most = task.images
-    if len(images) < least or (most is not None and len(images) > most):
+    if images < least or (most is not None and images > most):
         advice = "leave --image away" if most == 0 else "give each with --image FILE"
         takes = f"{least} or more" if most is None else f"{least}" if most == least else f"{least} to {most}"
         raise ValueError(f"{_images(images)} given; {task.name} takes {takes}; {advice}")
@@ -134,19 +148,8 @@ def _check_counts(task: Task, images: tuple[Image.Image, ...], count: int) -> No
         raise ValueError(f"{count} images were asked for; {task.name} makes one video; leave the count away")
 
 
-def _images(images: tuple[Image.Image, ...]) -> str:
-    return "1 image was" if len(images) == 1 else f"{len(images)} images were"
-
-
-def _check_values(task: Task, values: dict[str, Any], given: dict[str, Any]) -> None:
-    for name in ("num_inference_steps", "fps"):
-        if name in values and values[name] < 1:
-            raise ValueError(f"{name.replace('_', ' ')} {values[name]} was asked for; use 1 or more")
-    if not math.isfinite(values["guidance_scale"]):
-        raise ValueError(f"guidance scale {values['guidance_scale']} was asked for; use a number; 1 is off")
-    for name, option in (("num_frames", "--frames"), ("fps", "--fps")):
-        if task.kind == "image" and given.get(name) is not None:
-            raise ValueError(f"{option} {given[name]} was given; {task.name} makes images; leave it away")
+def _images(count: int) -> str:
+    return "1 image was" if count == 1 else f"{count} images were"
 
 
 def fit(request: Request, facts: ModelFacts) -> Request:
@@ -167,7 +170,7 @@ def check_call(request: Request, facts: ModelFacts) -> None:
     name = pipeline_class(request, facts)
     if name in ONE_IMAGE and len(request.images) > 1:
         raise ValueError(
-            f"{_images(request.images)} given; {name} takes one; use an Edit-Plus model (2509 or later)"
+            f"{_images(len(request.images))} given; {name} takes one; use an Edit-Plus model (2509 or later)"
         )
     if name == request.task.image_pipeline and not facts.keeps_first_frame:
         raise ValueError(

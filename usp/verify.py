@@ -109,10 +109,11 @@ def verify(job: Job, world: World, *, everything: bool, limit: float) -> int:
 
 
 def _every_layout(job: Job, world_size: int) -> list[ParallelConfig]:
-    """Every layout of that many ranks that the model can take."""
+    """Every layout of that many ranks that the model can take; cfg3 only where there are three branches."""
     if not plan_of_folder(job.model).attentions:
         return [ParallelConfig(cfg_degree=world_size)]
-    return [parse_parallel(text.strip("'")) for text in spellings(world_size)]
+    found = [parse_parallel(text.strip("'")) for text in spellings(world_size)]
+    return [config for config in found if config.cfg_degree <= max(2, job.branches)]
 
 
 def _alone(plain: Any, job: Job, world: World, seed: int) -> Trace:

@@ -10,6 +10,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 import usp.loading
 import usp.run
@@ -19,6 +21,7 @@ from tests.processes import completed, loggers_kept, torchrun
 from tests.usp.folders import FAULTS, copy_of_demo
 from usp import cli
 from usp.config import choose_parallel, spellings
+from usp.demo import MODEL_DIR
 from usp.job import prepare
 from usp.options import JobOptions
 from usp.tasks import WAN_T2V
@@ -90,6 +93,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Captu
     return run
 
 
+NO_MODEL = "model '{}' does not exist here; give a diffusers folder, or a hub name like owner/name"
 REFUSALS: dict[str, str] = {
     # degrees (B19)
     "wan-t2v --parallel ulysses8": ULYSSES8.format(
@@ -117,7 +121,10 @@ REFUSALS: dict[str, str] = {
     ),
     # tasks
     "flux --prompt a": "no model was given; flux has none bundled; name one with --model",
-    "wan-t2v --image none.png": "image 'none.png' does not exist; give the name of an image file",
+    "wan-t2v --image none.png": "1 image was given; wan-t2v takes 0; leave --image away",
+    "wan-i2v --model x/y --prompt a --image none.png": (
+        "image 'none.png' does not exist; give the name of an image file"
+    ),
     "wan-t2v --count 2": "2 images were asked for; wan-t2v makes one video; leave the count away",
     "qwen-image --model x/y --prompt a --frames 5": (
         "--frames 5 was given; qwen-image makes images; leave it away"
@@ -174,10 +181,17 @@ REFUSALS: dict[str, str] = {
         "or -1 to draw one"
     ),
     # models
-    "wan-t2v --model /no/such": "no prompt was given; say what the video shall show with --prompt",
-    "wan-t2v --model /no/such --prompt cat": (
-        "model '/no/such' does not exist here; give a diffusers folder, or a hub name like owner/name"
+    "wan-t2v --model /no/such --prompt cat": NO_MODEL.format("/no/such"),
+    # what needs no file, then the model, then the rest
+    "wan-t2v --model a/b/c": NO_MODEL.format("a/b/c"),
+    "wan-t2v --model a/b/c --lora none.safetensors": NO_MODEL.format("a/b/c"),
+    "wan-i2v --model a/b/c --image none.png": NO_MODEL.format("a/b/c"),
+    "wan-t2v --model a/b/c --steps 0": "num inference steps 0 was asked for; use 1 or more",
+    "wan-t2v --model a/b/c --lora :2": (
+        "lora ':2' was given; '2' is not a number, or no file stands before it; write FILE.safetensors or "
+        "FILE.safetensors:SCALE, for example style.safetensors:0.8"
     ),
+    "wan-t2v --model x/y": "no prompt was given; say what the video shall show with --prompt",
 }
 RUN_ONLY: dict[str, str] = {
     "sd3 --model x/y --prompt a --out a.mp4": (
@@ -287,6 +301,42 @@ def test_a_broken_model_folder_is_refused(refuse, tmp_path, fault):
     spoil(folder)
     said = refuse("wan-t2v", "--prompt", "a cat", "--model", str(folder))
     assert said == message.format(folder=folder)
+
+
+@pytest.mark.parametrize("fault", ["another pipeline", "no weights"])
+def test_a_broken_model_is_told_before_the_rest(refuse, tmp_path, fault):
+    """A folder that cannot be run is what is wrong first; a prompt and a LoRA come after."""
+    folder = copy_of_demo(tmp_path / "model")
+    spoil, message = FAULTS[fault]
+    spoil(folder)
+    said = refuse("wan-t2v", "--model", str(folder), "--lora", "none.safetensors")
+    assert said == message.format(folder=folder)
+
+
+def test_files_with_wrong_keys_are_told_before_weights_are_read(refuse, tmp_path):
+    """`--weights` and `--lora` of another model: the file and its key, with code 2 on every rank."""
+    state = load_file(MODEL_DIR / "transformer" / "diffusion_pytorch_model.safetensors")
+    first = next(iter(state))
+    kinds = {
+        "more": {**state, "blocks.9.extra": torch.ones(2)},
+        "less": {key: value for key, value in state.items() if key != first},
+        "other": {**state, first: state[first][..., :-1].contiguous()},
+        "whole": {"blocks.0.lora_A.weight": torch.ones(2, 2), "blocks.0.lora_B.weight": torch.ones(2, 2)},
+    }
+    said = {}
+    for name, tensors in kinds.items():
+        path = tmp_path / f"{name}.safetensors"
+        save_file(tensors, path)
+        option = ("--lora", str(path)) if name == "whole" else ("--weights", f"transformer={path}")
+        said[name] = refuse("wan-t2v", *option).replace(f"{tmp_path}/", "")
+    does_not_fit = "the tensors of {}.safetensors do not fit WanTransformer3DModel: "
+    assert said["more"].startswith(does_not_fit.format("more") + "it has no place for 'blocks.9.extra' (more")
+    assert said["less"].startswith(does_not_fit.format("less") + f"{first!r} is in none of them (1 of its ")
+    shapes = f"has the shape {tuple(kinds['other'][first].shape)}; WanTransformer3DModel's {first} has "
+    assert said["other"].startswith(f"other.safetensors: key {first!r} {shapes}{tuple(state[first].shape)}; ")
+    assert said["whole"].startswith(
+        "lora whole.safetensors: none of its 2 keys matches a module of transformer; its keys are "
+    )
 
 
 def test_a_folder_that_looks_like_a_hub_name_is_told_apart(monkeypatch, capsys, tmp_path):

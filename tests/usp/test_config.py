@@ -138,6 +138,8 @@ def test_every_choice_that_a_message_offers_fits(world):
     assert all(config.world_size == world for config in configs)
     for axis in ("ulysses", "ring", "gather_kv"):
         assert any(config.degree(axis) == world for config in configs)
+    cfg = {config.cfg_degree for config in configs} - {1}
+    assert cfg == {degree for degree in (2, 3) if world % degree == 0}, "two and three guidance branches"
 
 
 def test_auto_is_left_to_the_planner():

@@ -17,7 +17,8 @@ from diffusers import (
     QwenImagePipeline,
     QwenImageTransformer2DModel,
 )
-from safetensors.torch import save_file
+from huggingface_hub.utils import filter_repo_objects
+from safetensors.torch import load_file, save_file
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
@@ -31,7 +32,7 @@ from runtime.device import Device
 from tests import tiny
 from tests.usp import originals
 from usp.demo import MODEL_DIR
-from usp.loading import load_pipeline, wanted_files
+from usp.loading import config_files, load_pipeline, wanted_files
 
 CPU = Device("cpu")
 FP32 = {"default": torch.float32}
@@ -228,11 +229,39 @@ def test_weights_for_what_is_not_there_are_refused(tmp_path):
         load(tmp_path, "QwenImagePipeline")
 
 
+@pytest.mark.parametrize("layout", ["diffusers", "original"])
+def test_every_models_keys_are_checked_before_any_weights_are_read(tmp_path, monkeypatch, layout):
+    """Promise 3: what is wrong with the VAE, which comes last, is told before the transformer is read."""
+    plain = originals.pipeline("t2v")
+    if layout == "original":
+        originals.write_original(plain, "t2v", tmp_path)
+        path = tmp_path / "Wan2.1_VAE.pth"
+        torch.save(torch.load(path) | {"extra": torch.ones(1)}, path)
+    else:
+        plain.save_pretrained(tmp_path)
+        path = tmp_path / "vae" / "diffusion_pytorch_model.safetensors"
+        save_file({**load_file(path), "extra": torch.ones(1)}, path)
+
+    def read(file: Any, key: str) -> None:
+        pytest.fail(f"{key} of {file.path} was read")
+
+    monkeypatch.setattr("runtime.checkpoint._File.tensor", read)
+    with pytest.raises(ValueError, match=r"do not fit AutoencoderKLWan: it has no place for 'extra'"):
+        load_pipeline(tmp_path, pipeline="WanPipeline", device=CPU, dtypes=FP32)
+
+
 def test_a_hub_is_asked_for_what_the_index_names(tmp_path):
-    """The parts of a diffusers folder as safetensors; all weights and settings of an original one."""
+    """The parts of a diffusers folder as safetensors, or their configs; all files of an original one, whose
+    headers say what it is."""
     assert "*.pth" in wanted_files(tmp_path).allow
+    assert config_files(tmp_path) == wanted_files(tmp_path)
     index = {"_class_name": "X", "vae": ["diffusers", "AutoencoderKLWan"], "transformer_2": [None, None]}
     (tmp_path / "model_index.json").write_text(json.dumps(index))
     wanted = wanted_files(tmp_path)
     assert wanted.allow == ["model_index.json", "vae/*"]
     assert "*.bin" in wanted.ignore
+    configs = config_files(tmp_path).allow
+    assert configs == ["model_index.json", "vae/*config.json"]
+    names = ["model_index.json", "vae/config.json", "vae/x.safetensors", "vae/x.safetensors.index.json"]
+    assert list(filter_repo_objects(names, allow_patterns=configs)) == names[:2]
+    assert list(filter_repo_objects(names, allow_patterns=wanted.allow)) == names

@@ -16,8 +16,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tests import tiny
+from tests.usp import families, originals
 from tests.usp.in_ranks import SEED, alone, error_of, hooks, rank
-from usp.lora import LoraFile, check_loras, load_loras, parse_lora
+from usp.loading import empty_models
+from usp.lora import LoraFile, check_file, check_fits, load_loras, parse_lora
 from usp.pipeline import ParallelPipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore:Adapter .* was active which is now deleted")
@@ -171,7 +173,7 @@ def on_the_experts(layout: str, folder: Path) -> list[np.ndarray]:
     found = []
     with ParallelPipeline(tiny.build("two_experts"), layout) as pipe:
         for texts in choices:
-            load_loras(pipe.pipeline, check_loras(texts), pipe.world)
+            load_loras(pipe.pipeline, [parse_lora(text) for text in texts], pipe.world)
             found.append(latents(pipe, "two_experts"))
             pipe.unload_lora_weights()
         pipe.load_lora_weights(lora(2), load_into_transformer_2=True)
@@ -494,7 +496,7 @@ def test_files_are_checked_before_weights_are_read(tmp_path):
     text.write_text("<html>not found</html>")
     empty = tmp_path / "empty.safetensors"
     save_file({}, empty)
-    assert check_loras([f"{good}:0.5"]) == (LoraFile(path=good, scale=0.5),)
+    check_file(good)
     for path, said in (
         (tmp_path / "none.safetensors", "does not exist here; check the path"),
         (tmp_path, "is a folder; name the .safetensors file in it"),
@@ -503,9 +505,42 @@ def test_files_are_checked_before_weights_are_read(tmp_path):
         (whole, "holds no LoRA weights: its first key is 'blocks.0.weight'; check the file"),
         (empty, "holds no LoRA weights: it holds no keys; check the file"),
     ):
-        assert error_of(check_loras, [str(good), str(path)]).startswith(
-            f"ValueError: lora {str(path)!r} {said}"
-        )
+        assert error_of(check_file, path).startswith(f"ValueError: lora {str(path)!r} {said}")
+
+
+FOLDERS = ["wan22-t2v", "flux", "sd15", "z-image"]
+
+
+@pytest.mark.parametrize("family", [*FOLDERS, "original"])
+def test_keys_are_checked_against_a_folders_configs(tmp_path, family):
+    """Of each kind of folder: a LoRA of its own model passes, also for one expert; another model's does not.
+
+    No weights are there to be read: the files hold none.
+    """
+    if family == "original":
+        pipeline = originals.pipeline("t2v", experts=2)
+        originals.write_original(pipeline, "t2v", tmp_path / "model")
+    else:
+        pipeline = families.tiny.build(family)
+        pipeline.save_pretrained(tmp_path / "model")
+        for file in (tmp_path / "model").rglob("*.safetensors"):
+            file.write_bytes(b"")
+    kind = type(pipeline)
+    models = empty_models(tmp_path / "model", kind._lora_loadable_modules)
+    assert models
+    assert all(parameter.is_meta for model in models.values() for parameter in model.parameters())
+    name, model = next(iter(families.transformers_of(pipeline).items()))
+    own, other = tmp_path / "own.safetensors", tmp_path / "other.safetensors"
+    save_file(families.lora_for(name, model), own)
+    save_file({f"{name}.layer.lora_{half}.weight": torch.ones(2, 2) for half in "AB"}, other)
+    check_fits(kind, models, [LoraFile(path=own)])
+    text = error_of(check_fits, kind, models, [LoraFile(path=own), LoraFile(path=other)])
+    assert text.startswith(f"ValueError: lora {other}: none of its 2 keys matches a module of ")
+    expert = error_of(check_fits, kind, models, [LoraFile(path=own, part="transformer_2")])
+    assert expert.startswith(
+        "" if "transformer_2" in models else f"ValueError: lora {str(own)!r} is for trans"
+    )
+    assert bool(expert) == ("transformer_2" not in models)
 
 
 def through_load(paths: list[str]) -> list[str]:

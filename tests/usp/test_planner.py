@@ -4,7 +4,7 @@ import contextlib
 import io
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 from types import SimpleNamespace
@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from runtime.device import Device
 from runtime.process_group import World, connect
 from tests import tiny
+from tests.usp.caching import caching
 from tests.usp.in_ranks import SEED
 from usp.bench.ideal import BlockStack
 from usp.config import AXES, ParallelConfig, parse_parallel
@@ -46,7 +47,7 @@ from usp.planner import (
 from usp.planner import measure as measure_module
 from usp.planner.__main__ import app
 from usp.planner.choose import layouts
-from usp.planner.cost import TURNS, activation_bytes, kept_bytes, sent_bytes
+from usp.planner.cost import TURNS, activation_bytes, cache_bytes, kept_bytes, sent_bytes
 from usp.planner.fit import fit, run_step
 from usp.planner.models import parameter_bytes
 
@@ -111,48 +112,55 @@ ATTENTION_ONLY = Machine(  # everything else is free
 # Bytes and buffers against the real exchanges
 
 
-def step_in_ranks(layout: str, transport: str, grid: tuple[int, int, int], heads: int, branches: int) -> Any:
-    """This rank's counters and kept buffers after one step of a tiny Wan, and those of a second step."""
+def step_in_ranks(
+    layout: str, transport: str, grid: tuple[int, int, int], heads: int, branches: int, batch: int
+) -> Any:
+    """This rank's counters and kept buffers after one step of a tiny Wan."""
     config = replace(parse_parallel(layout), transport=transport)
     groups = make_groups(config, rank=torch.distributed.get_rank())
     model = tiny.transformer(heads=heads)
-    workload = replace(TINY, tokens=prod(grid), heads=heads, branches=branches)
+    workload = replace(TINY, tokens=prod(grid), heads=heads, branches=branches, batch=batch)
     with torch.no_grad():
-        run_step(model, tiny.model_inputs(grid), workload, config, groups)
+        run_step(model, tiny.model_inputs(grid, batch=batch), workload, config, groups)
     found = dict(+groups.sent), sum(group.buffer_bytes for group in groups.all)
     groups.close()
     return found
 
 
 STEPS = [
-    (2, "ulysses2", "auto", (1, 3, 7), 4, 1),
-    (2, "gather_kv2", "auto", (1, 3, 7), 4, 1),
-    (2, "ring2", "auto", (1, 3, 7), 4, 1),
-    (2, "cfg2", "auto", (1, 3, 7), 4, 2),
-    (2, "ulysses2", "auto", (1, 1, 1), 3, 2),  # an empty share
-    (3, "ulysses3", "auto", (1, 2, 5), 4, 1),  # uneven heads and tokens
-    (3, "ulysses3", "auto", (1, 2, 5), 2, 1),  # a rank without heads
-    (3, "gather_kv3", "p2p", (1, 2, 5), 4, 1),
-    (3, "ring3", "all_to_all", (1, 2, 5), 4, 1),
-    (3, "ring3", "auto", (1, 1, 2), 4, 1),
-    (3, "cfg3", "auto", (1, 2, 5), 4, 4),  # one rank has two branches
-    (4, "ulysses4", "p2p", (1, 3, 7), 5, 1),
-    (4, "ulysses2 ring2", "auto", (1, 3, 7), 5, 1),
-    (4, "ulysses2 gather_kv2", "all_to_all", (1, 3, 7), 5, 1),
-    (4, "ring4", "auto", (1, 3, 7), 4, 1),
-    (4, "cfg2 ulysses2", "auto", (1, 3, 7), 5, 3),
-    (4, "cfg2 ring2", "auto", (1, 3, 7), 4, 2),
+    (2, "ulysses2", "auto", (1, 3, 7), 4, 1, 1),
+    (2, "gather_kv2", "auto", (1, 3, 7), 4, 1, 1),
+    (2, "ring2", "auto", (1, 3, 7), 4, 1, 1),
+    (2, "cfg2", "auto", (1, 3, 7), 4, 2, 1),
+    (2, "ulysses2", "auto", (1, 1, 1), 3, 2, 1),  # an empty share
+    (3, "ulysses3", "auto", (1, 2, 5), 4, 1, 1),  # uneven heads and tokens
+    (3, "ulysses3", "auto", (1, 2, 5), 2, 1, 1),  # a rank without heads
+    (3, "gather_kv3", "p2p", (1, 2, 5), 4, 1, 1),
+    (3, "ring3", "all_to_all", (1, 2, 5), 4, 1, 1),
+    (3, "ring3", "auto", (1, 1, 2), 4, 1, 1),
+    (3, "cfg3", "auto", (1, 2, 5), 4, 4, 1),  # one rank has two branches
+    (4, "ulysses4", "p2p", (1, 3, 7), 5, 1, 1),
+    (4, "ulysses2 ring2", "auto", (1, 3, 7), 5, 1, 1),
+    (4, "ulysses2 gather_kv2", "all_to_all", (1, 3, 7), 5, 1, 1),
+    (4, "ring4", "auto", (1, 3, 7), 4, 1, 1),
+    (4, "cfg2 ulysses2", "auto", (1, 3, 7), 5, 3, 1),
+    (4, "cfg2 ring2", "auto", (1, 3, 7), 4, 2, 1),
+    (2, "ulysses2", "auto", (1, 3, 7), 4, 1, 3),  # a batch of pictures
+    (4, "cfg2 gather_kv2", "auto", (1, 3, 7), 4, 2, 2),
+    (4, "ulysses2 ring2", "auto", (1, 3, 7), 5, 1, 2),
 ]
 
 
-@pytest.mark.parametrize(("size", "layout", "transport", "grid", "heads", "branches"), STEPS)
-def test_bytes_and_buffers_are_those_of_the_exchanges(ranks, size, layout, transport, grid, heads, branches):
+@pytest.mark.parametrize(("size", "layout", "transport", "grid", "heads", "branches", "batch"), STEPS)
+def test_bytes_and_buffers_are_those_of_the_exchanges(
+    ranks, size, layout, transport, grid, heads, branches, batch
+):
     """Every rank sends what `sent_bytes` says, exchange by exchange, and keeps what `kept_bytes` says."""
     config = replace(parse_parallel(layout), transport=transport)
-    workload = replace(TINY, tokens=prod(grid), heads=heads, branches=branches)
+    workload = replace(TINY, tokens=prod(grid), heads=heads, branches=branches, batch=batch)
     workload = replace(workload, latent_bytes=prod(grid) * 4 * tiny.CHANNELS * 4)
     for rank, (sent, kept) in enumerate(
-        ranks(size).run(step_in_ranks, layout, transport, grid, heads, branches)
+        ranks(size).run(step_in_ranks, layout, transport, grid, heads, branches, batch)
     ):
         assert sent == sent_bytes(workload, config, rank)
         assert kept == kept_bytes(workload, config, rank % config.sp_degree)
@@ -187,22 +195,54 @@ def test_one_rank_sends_and_keeps_nothing():
     assert found.communication_s == found.buffer_bytes == 0
 
 
-def test_activations_are_not_underestimated():
-    """Against torch's own count of live bytes in a forward: never less, and no more than 1.5 times."""
+SIZES = {"heads": 8, "attention_head_dim": 32, "ffn_dim": 1024}
+SIZED = replace(TINY, tokens=512, heads=8, head_dim=32, ffn_dim=1024, branches=1, latent_bytes=512 * 16 * 4)
+
+
+def most_live_bytes(work: Callable[[], object]) -> int:
+    """The most bytes that tensors made in a work have held at once, by torch's own count."""
     from torch.profiler import ProfilerActivity, profile
 
-    sizes = {"heads": 8, "attention_head_dim": 32, "ffn_dim": 1024}
-    model = tiny.transformer(**sizes)
-    inputs = tiny.model_inputs((2, 16, 16))
     with torch.inference_mode(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        model(**inputs)
+        work()
     live = peak = 0
     events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
     for event in sorted(events, key=lambda e: e.start_ns()):
         live += event.nbytes()
         peak = max(peak, live)
-    workload = replace(TINY, tokens=512, heads=8, head_dim=32, ffn_dim=1024, latent_bytes=512 * 16 * 4)
-    assert peak <= activation_bytes(workload, ParallelConfig()) <= 1.5 * peak
+    return peak
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_activations_are_not_underestimated(batch):
+    """Against torch's own count of live bytes in a forward: never less, and no more than 1.5 times."""
+    model, inputs = tiny.transformer(**SIZES), tiny.model_inputs((2, 16, 16), batch=batch)
+    peak = most_live_bytes(lambda: model(**inputs))
+    assert peak <= activation_bytes(replace(SIZED, batch=batch), ParallelConfig()) <= 1.5 * peak
+
+
+@pytest.mark.parametrize(("branches", "batch"), [(1, 1), (2, 2)])
+def test_a_caches_state_is_counted(branches, batch):
+    """What a first-block cache adds to the live bytes of two steps, against the same steps without one."""
+    model, inputs = tiny.transformer(**SIZES, num_layers=3), tiny.model_inputs((1, 16, 16), batch=batch)
+    workload = replace(SIZED, tokens=256, branches=branches, batch=batch, caches=1)
+
+    def steps() -> None:
+        for branch in ("cond", "uncond")[:branches] * 2:
+            with model.cache_context(branch):
+                model(**inputs)
+
+    alone = most_live_bytes(steps)
+    with caching(model, 0.0, warmup_steps=0) as cache:
+        cache.begin_call()
+        added = most_live_bytes(steps) - alone
+    found = cache_bytes(workload, ParallelConfig())
+    assert 0.8 * added <= found <= 1.2 * added
+    assert 2 * cache_bytes(workload, parse_parallel("ulysses2")) == found, "half of the tokens"
+    with_cache, without = (
+        predict(replace(workload, caches=count), DEVICE, ParallelConfig()).peak_bytes for count in (1, 0)
+    )
+    assert with_cache - without == found
 
 
 # Times
@@ -292,12 +332,40 @@ def test_every_layout_fits_its_world_once(world_size):
     choose(WAN_14B, DEVICE, world_size).config.check_world(world_size)
 
 
-@pytest.mark.parametrize(("branches", "most"), [(1, 1), (2, 2), (3, 3)])
-def test_the_cfg_axis_needs_branches(branches, most):
-    """B25: without guidance no rank is given to it; with three branches three ranks may be."""
-    degrees = {config.cfg_degree for config in layouts(12, branches)}
-    assert max(degrees) == most
+@pytest.mark.parametrize(
+    ("branches", "batch", "stacked", "most"),
+    [
+        (1, 1, False, 1),
+        (2, 1, False, 2),
+        (3, 1, False, 3),
+        (1, 4, False, 1),
+        (1, 4, True, 4),
+        (2, 3, True, 6),
+    ],
+)
+def test_the_cfg_axis_needs_branches(branches, batch, stacked, most):
+    """B25: without guidance no rank is given to it; with three branches three ranks may be.
+
+    A stacked batch is cut by pictures, so it serves as many ranks without guidance too.
+    """
+    workload = replace(WAN_14B, branches=branches, batch=batch, stacked=stacked)
+    assert max(c.config.cfg_degree for c in plan(workload, DEVICE, 12)) == most
     assert choose(replace(WAN_14B, branches=1), DEVICE, 2).config.cfg_degree == 1
+
+
+def test_a_batch_takes_as_long_as_its_pictures():
+    """Where nothing is to be started, three pictures of a branch are three times one, with their bytes; a
+    stacked forward of six pictures is as long as two branches of three."""
+    one, three = (replace(TINY, batch=batch) for batch in (1, 3))
+    six = replace(three, stacked=True)
+    for layout in ("cfg2", "ulysses2", "cfg2 ring2"):
+        config = parse_parallel(layout)
+        found = [predict(workload, ATTENTION_ONLY, config) for workload in (one, three, six)]
+        assert found[1].seconds == pytest.approx(3 * found[0].seconds, rel=1e-6)
+        assert found[2].seconds == pytest.approx(found[1].seconds, rel=1e-6)
+        assert found[1].sent == found[2].sent == tuple(3 * count for count in found[0].sent)
+    less = [activation_bytes(replace(w, latent_bytes=0), ParallelConfig()) for w in (three, six)]
+    assert less[1] == 2 * less[0], "both branches are in one forward"
 
 
 def test_guidance_on_two_ranks_beats_the_sequence():
@@ -346,8 +414,13 @@ def test_what_does_not_fit_is_refused_with_its_numbers():
     assert found[-len(refused) :] == refused
     for candidate in found:
         assert (candidate.refusal is None) == (candidate.prediction.peak_bytes <= limit)
+    cached = plan(replace(WAN_14B, caches=2), replace(DEVICE, memory_bytes=limit), 4)
+    assert all(
+        "; a rank has " in c.refusal and ", first-block cache " in c.refusal for c in cached if c.refusal
+    )
     words = refused[0].refusal or ""
     assert words.startswith("needs ")
+    assert "cache" not in words
     for part in ("per rank (weights 28.0 GiB, activations ", ", exchange buffers ", "; a rank has "):
         assert part in words
 
@@ -455,9 +528,9 @@ def test_the_bundled_model_is_read():
     """Tokens, branches and weights of the demo's folder."""
     facts = read_model_folder(MODEL_DIR, pipeline="WanPipeline")
     sizes = {"width": DEFAULTS.width, "height": DEFAULTS.height, "num_frames": DEFAULTS.num_frames}
-    found = workload_of_folder(facts, **sizes, branches=2, itemsize=4)
+    found = workload_of_folder(facts, {**sizes, "guidance_scale": 3.0}, itemsize=4, cached=True)
     assert found.tokens == facts.tokens(**sizes)
-    assert found.branches == 2
+    assert (found.branches, found.batch, found.caches) == (2, 1, 1)
     assert found.parameter_bytes > 2**20
 
 

@@ -1,7 +1,10 @@
 """usp.run's other tasks and sources of weights, on two forked ranks: the files that one rank writes."""
 
 import json
+import os
+import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +115,53 @@ def test_an_original_folder_makes_a_film(tmp_path):
     assert {row["parallel"] for row in found["layouts"]} >= {"cfg2", "ulysses2", "ring2"}
 
 
+# Stands for a hub's package: gives the files of a folder here that the patterns name.
+FAKE_HUB = """
+import os, shutil
+from fnmatch import fnmatch
+from pathlib import Path
+
+def snapshot_download(name, *, allow_patterns, ignore_patterns, local_files_only):
+    source, target = (Path(os.environ[key]) for key in ("HUB_SOURCE", "HUB_TARGET"))
+    files = [path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()]
+    for file in files if not local_files_only else ():
+        if any(fnmatch(file, pattern) for pattern in allow_patterns):
+            (target / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source / file, target / file)
+    return str(target)
+"""
+
+
+def with_fake_hub(folder: Path) -> None:
+    """In a rank: `--hub modelscope` gives the bundled model's files."""
+    os.environ |= {"HUB_SOURCE": str(MODEL_DIR), "HUB_TARGET": str(folder / "fetched")}
+    sys.path.insert(0, str(folder))
+
+
+def test_layouts_of_a_hubs_model_need_its_configs_alone(tmp_path):
+    """`--layouts` fetches no weights, and predicts as from the whole folder; a run fetches the rest."""
+    (tmp_path / "modelscope.py").write_text(FAKE_HUB)
+    words = (*FILM, "--model", "owner/name", "--hub", "modelscope", "--prompt", "a red circle")
+    before = partial(with_fake_hub, tmp_path)
+    run = forked(2, tmp_path / "seen", usp.run, *words, "--layouts", before=before)
+    assert run.code == 0, run.text
+    found = json.loads(run.ranks[0].stdout.splitlines()[-1])
+    assert {row["parallel"] for row in found["layouts"]} >= {"cfg2", "ulysses2", "ring2"}
+    fetched = {path.name for path in (tmp_path / "fetched").rglob("*") if path.is_file()}
+    assert fetched == {"model_index.json", "config.json", "scheduler_config.json", "tokenizer_config.json"}
+    facts = [
+        read_model_folder(folder, pipeline="WanPipeline", weights=False)
+        for folder in (tmp_path / "fetched", MODEL_DIR)
+    ]
+    call = {"width": 48, "height": 32, "num_frames": 5, "guidance_scale": 3.0}
+    seen, whole = (workload_of_folder(one, call, itemsize=4) for one in facts)
+    assert seen == whole
+    out = str(tmp_path / "film.mp4")
+    run = forked(2, tmp_path / "made", usp.run, *words, "--parallel", "cfg2", "--out", out, before=before)
+    assert run.code == 0, run.text
+    assert any((tmp_path / "fetched").rglob("*.safetensors"))
+
+
 def test_every_task_is_a_command():
     """One command per recipe, with its summary."""
     commands = {command.name: command.callback for command in usp.run.app.registered_commands}
@@ -130,10 +180,11 @@ def test_an_original_folder_says_the_same_of_itself(tmp_path, kind, experts):
     assert own.max_positions == 1024  # Wan's own, which its config does not hold
     same = {"folder": expected.folder, "config": expected.config, "max_positions": expected.max_positions}
     assert replace(own, **same) == expected
-    size = {"width": 64, "height": 64, "num_frames": 5}
-    works = [workload_of_folder(facts, **size, branches=2, itemsize=4) for facts in (own, expected)]
+    call = {"width": 64, "height": 64, "num_frames": 5, "guidance_scale": 3.0}
+    works = [workload_of_folder(facts, call, itemsize=4, cached=True) for facts in (own, expected)]
     assert works[0] is not None
     assert works[1] is not None
     weights = [work.parameter_bytes for work in works]
     assert weights[0] == pytest.approx(weights[1], rel=0.2)  # .pth files count with their headers
     assert replace(works[0], parameter_bytes=weights[1]) == works[1]
+    assert works[0].caches == experts

@@ -21,7 +21,7 @@ from usp.planner.choose import candidate_cells, candidate_json, plan
 from usp.planner.cost import Workload, predict
 from usp.planner.fit import fit
 from usp.planner.machine import LINKS, Machine, parse_link
-from usp.planner.models import branches_of, workload_of_config, workload_of_folder
+from usp.planner.models import workload_of_config, workload_of_folder
 from usp.tasks import WAN_T2V, model_path, settle
 
 RANKS = (8, 16, 32, 64)
@@ -197,13 +197,12 @@ def _of_model(
     folder = model_path(model)
     if folder is None:
         raise ValueError(f"model {model!r} is a hub name; download it and give the folder")
-    facts = read_model_folder(folder, pipeline=WAN_T2V.pipeline)
+    facts = read_model_folder(folder, pipeline=WAN_T2V.pipeline, weights=False)
     given = {"prompt": "", "num_frames": frames, "guidance_scale": guidance}
     request = settle(WAN_T2V, bundled=False, size=size, **given)
     sizes = {"width": request.width, "height": request.height, "num_frames": request.num_frames}
     facts.check_size(**sizes)
-    branches = branches_of(request.call_arguments(), {})
-    workload = workload_of_folder(facts, **sizes, branches=branches, itemsize=itemsize)
+    workload = workload_of_folder(facts, request.call_arguments(), itemsize=itemsize)
     assert workload is not None, "Wan's sequence can be spread"
     return workload
 

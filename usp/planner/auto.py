@@ -14,7 +14,7 @@ from usp.planner.choose import Choice, choose, only
 from usp.planner.cost import Workload
 from usp.planner.machine import Link, Machine
 from usp.planner.measure import measure_machine
-from usp.planner.models import workload_of_pipeline
+from usp.planner.models import pipeline_bytes, workload_of_pipeline
 from usp.plans import plan_for
 
 logger = get_logger(__name__)
@@ -51,28 +51,36 @@ def _without_measuring(world: World) -> ParallelConfig:
 
 
 class Auto:
-    """The layouts of one pipeline's calls; the machine is measured when it is made.
+    """The layouts of one pipeline's calls; the machine is measured, and the pipeline's weights are counted,
+    when it is made.
 
     Every rank holds the same figures, so every rank chooses the same layout from the same arguments.
     Collective to make, not to ask.
     """
 
-    def __init__(self, world: World, pipeline: Any, model: nn.Module, *, strict: bool) -> None:
+    def __init__(
+        self, world: World, pipeline: Any, model: nn.Module, *, strict: bool = False, cached: bool = False
+    ) -> None:
         self._world, self._pipeline, self._model, self._strict = world, pipeline, model, strict
+        self._known = {"parameter_bytes": pipeline_bytes(pipeline), "cached": cached}
         self._machine: Machine | None = None
+        self._told: ParallelConfig | None = None
         if world.world_size > 1 and plan_for(model).attentions:
             dtype = next(model.parameters()).dtype
-            self._machine = measure_machine(world, workload_of_pipeline(pipeline, model, {}), dtype)
+            self._machine = measure_machine(world, self._workload({}), dtype)
 
     def config(self, arguments: Mapping[str, Any]) -> ParallelConfig:
         """The layout for a call with these arguments and the pipeline's defaults for the rest.
 
-        Raises ValueError, with the numbers, if none fits the memory.
+        Logs the reason when it is another than for the call before. Raises ValueError, with the numbers, if
+        none fits the memory.
         """
         if self._machine is None:
             return _without_measuring(self._world)
         choice = self._choice(self._machine, arguments)
-        logger.info("auto: %s", choice.reason)
+        if choice.config != self._told:
+            self._told = choice.config
+            logger.info("auto: %s", choice.reason)
         return choice.config
 
     def first(self) -> ParallelConfig:
@@ -83,5 +91,7 @@ class Auto:
         return choice.chosen or choice.candidates[0].config
 
     def _choice(self, machine: Machine, arguments: Mapping[str, Any]) -> Choice:
-        workload = workload_of_pipeline(self._pipeline, self._model, arguments)
-        return choose(workload, machine, self._world.world_size, strict=self._strict)
+        return choose(self._workload(arguments), machine, self._world.world_size, strict=self._strict)
+
+    def _workload(self, arguments: Mapping[str, Any]) -> Workload:
+        return workload_of_pipeline(self._pipeline, self._model, arguments, **self._known)

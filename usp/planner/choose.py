@@ -43,14 +43,14 @@ class Choice:
         return self.chosen
 
 
-def layouts(world_size: int, branches: int) -> list[ParallelConfig]:
+def layouts(world_size: int, pieces: int) -> list[ParallelConfig]:
     """Every layout of `world_size` ranks: guidance branches outside, ring or gather-KV, Ulysses inside.
 
-    The cfg axis is used only as far as there are branches for it.
+    The cfg axis is used only as far as there are pieces for it (`Workload.pieces`).
     """
     found = []
     for cfg in _divisors(world_size):
-        if cfg > max(1, branches):
+        if cfg > pieces:
             continue
         for ulysses in reversed(_divisors(world_size // cfg)):
             outer = world_size // cfg // ulysses
@@ -75,7 +75,7 @@ def plan(
     heads, tokens or a guidance branch. The order depends on the arguments alone.
     """
     candidates = []
-    for config in layouts(world_size, workload.branches):
+    for config in layouts(world_size, workload.pieces):
         config = replace(config, transport=transport)
         prediction = predict(workload, machine, config)
         refusal = _too_large(prediction, machine) or (_idle(workload, config) if strict else None)
@@ -113,7 +113,7 @@ def layouts_table(choice: Choice) -> Table:
     columns = ("", "layout", "per step", "speed-up", "exchange", "sent per rank", "memory per rank", "")
     title = "the only layout"
     if choice.workload is not None:
-        title = f"layouts for {choice.workload.tokens} tokens, {choice.workload.branches} guidance branches"
+        title = f"layouts for {_words(choice.workload)}"
     table = Table(title=title, caption=choice.reason, box=box.SIMPLE)
     table.title_justify = table.caption_justify = "left"
     for name in columns:
@@ -168,6 +168,8 @@ def _too_large(prediction: Prediction, machine: Machine) -> str | None:
     parts = f"weights {format_bytes(prediction.weight_bytes)}"
     parts += f", activations {format_bytes(prediction.activation_bytes)}"
     parts += f", exchange buffers {format_bytes(prediction.buffer_bytes)}"
+    if prediction.cache_bytes:
+        parts += f", first-block cache {format_bytes(prediction.cache_bytes)}"
     return (
         f"needs {format_bytes(prediction.peak_bytes)} per rank ({parts}); a rank has "
         f"{format_bytes(machine.memory_bytes)}"
@@ -211,6 +213,13 @@ def _reason(chosen: Candidate, others: list[Candidate], workload: Workload, mach
         else:
             sentence += f"; next {rival.config}, {format_seconds(rival.prediction.seconds)}"
     return f"{sentence}; {machine.source}"
+
+
+def _words(workload: Workload) -> str:
+    """What a step is, for a title."""
+    branches = f"{workload.branches} guidance branch{'es' * (workload.branches > 1)}"
+    batch = f" of {workload.batch} pictures" if workload.batch > 1 else ""
+    return f"{workload.tokens} tokens, {branches}{batch}"
 
 
 def _single_s(choice: Choice) -> float:

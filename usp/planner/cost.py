@@ -27,11 +27,13 @@ MERGE_PASSES = 5  # the running sum is scaled (2) and the block added (3)
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One denoising step of one model: `branches` forwards over `tokens`, all sizes of the whole.
+    """One denoising step of one model: `batch` pictures of `tokens`, each in all guidance `branches`.
 
+    A branch is a forward over the batch; where a pipeline is `stacked`, one forward holds all branches.
     `text_tokens` are attended to by cross-attention and held by every rank; 0 for a model without one, whose
     text is then part of `tokens`. `patch_channels` is what a token holds before the first and after the last
-    layer. `parameter_bytes` is all that a rank keeps loaded, `latent_bytes` one noise prediction.
+    layer. `parameter_bytes` is all that a rank keeps loaded, `latent_bytes` one picture's noise prediction.
+    `caches` counts the models, experts that take turns, with a first-block cache.
     """
 
     tokens: int
@@ -43,21 +45,29 @@ class Workload:
     patch_channels: int
     text_tokens: int = 0
     branches: int = 1
+    batch: int = 1
+    stacked: bool = False
     parameter_bytes: int = 0
     latent_bytes: int = 0
+    caches: int = 0
     passes: int = BLOCK_PASSES
 
     def __post_init__(self) -> None:
-        least = {"text_tokens": 0, "parameter_bytes": 0, "latent_bytes": 0, "passes": 0}
+        none = ("text_tokens", "stacked", "parameter_bytes", "latent_bytes", "caches", "passes")
         for name in self.__dataclass_fields__:
-            value = getattr(self, name)
-            if value < least.get(name, 1):
-                raise ValueError(f"{name}={value} was given; a workload has {least.get(name, 1)} or more")
+            value, least = getattr(self, name), int(name not in none)
+            if value < least:
+                raise ValueError(f"{name}={value} was given; a workload has {least} or more")
 
     @property
     def width(self) -> int:
         """Channels of a token."""
         return self.heads * self.head_dim
+
+    @property
+    def pieces(self) -> int:
+        """What cfg ranks can have one each of: branches, or the pictures of a stacked forward."""
+        return self.branches * self.batch if self.stacked else self.branches
 
     @property
     def block_parameters(self) -> int:
@@ -76,6 +86,7 @@ class Prediction:
     weight_bytes: int
     activation_bytes: int
     buffer_bytes: int
+    cache_bytes: int
 
     @property
     def seconds(self) -> float:
@@ -85,26 +96,39 @@ class Prediction:
     @property
     def peak_bytes(self) -> int:
         """Memory that a rank needs while it denoises."""
-        return self.weight_bytes + self.activation_bytes + self.buffer_bytes
+        return self.weight_bytes + self.activation_bytes + self.buffer_bytes + self.cache_bytes
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Forwards by cfg rank, tokens by rank of the sequence and by block, heads by Ulysses rank."""
+    """Forwards, and pictures in each of them, by cfg rank; tokens by rank of the sequence and by block;
+    heads by Ulysses rank.
+
+    The first cfg rank has the most.
+    """
 
     config: ParallelConfig
     forwards: tuple[int, ...]
+    pictures: tuple[int, ...]
     tokens: tuple[int, ...]
     blocks: tuple[int, ...]
     heads: tuple[int, ...]
 
     @classmethod
     def of(cls, workload: Workload, config: ParallelConfig) -> "Shares":
-        """The shares of a workload; branches are dealt round-robin, tokens and heads cut like tokens."""
+        """The shares of a workload; branches are dealt round-robin, a stacked batch and heads cut like
+        tokens."""
         split = Split((workload.tokens,), config.sp_degree, config.ulysses_degree)
-        forwards = split_sizes(workload.branches, config.cfg_degree)
+        pieces = split_sizes(workload.pieces, config.cfg_degree)
+        forwards = tuple(min(1, count) for count in pieces) if workload.stacked else pieces
+        pictures = pieces if workload.stacked else (workload.batch,) * config.cfg_degree
         heads = split_sizes(workload.heads, config.ulysses_degree)
-        return cls(config, forwards, split.sizes, split.blocks, heads)
+        return cls(config, forwards, pictures, split.sizes, split.blocks, heads)
+
+    @property
+    def made(self) -> tuple[int, ...]:
+        """Noise predictions of a step by cfg rank."""
+        return tuple(n * each for n, each in zip(self.forwards, self.pictures, strict=True))
 
     def members(self, place: int) -> tuple[int, ...]:
         """Tokens of the Ulysses group of a rank of the sequence."""
@@ -115,21 +139,23 @@ class Shares:
 def predict(workload: Workload, machine: Machine, config: ParallelConfig) -> Prediction:
     """One step on `config.world_size` ranks. `engine` is taken to be ours."""
     shares = Shares.of(workload, config)
-    every = [_forward_bytes(workload, shares, place) for place in range(config.sp_degree)]
-    attention_s = _busy(_attention_s(workload, machine, shares), shares, machine)
-    rest_s = _busy(_rest_s(workload, machine, shares), shares, machine)
+    every = [_picture_bytes(workload, shares, place) for place in range(config.sp_degree)]
+    started_s = workload.layers * _operators(config) * machine.operator_s
+    attention_s = _busy(_attention_s(workload, machine, shares), 0.0, shares, machine)
+    rest_s = _busy(_rest_s(workload, machine, shares), started_s, shares, machine)
     exchange_s = _forward_exchange_s(workload, machine, shares, every, attention_s)
-    told = workload.latent_bytes * (config.cfg_degree - 1)  # of each branch, to the other cfg ranks
+    told = workload.latent_bytes * (config.cfg_degree - 1)  # of each prediction, to the other cfg ranks
     pattern = _pattern(config, "branches")
-    branches_s = machine.exchange_s(pattern, config.cfg_degree, config.sp_degree, max(shares.forwards) * told)
-    forward = [sum(counts.values()) for counts in every]
+    branches_s = machine.exchange_s(pattern, config.cfg_degree, config.sp_degree, shares.made[0] * told)
+    picture = [sum(counts.values()) for counts in every]
     return Prediction(
         compute_s=attention_s + rest_s,
-        communication_s=max(shares.forwards) * exchange_s + branches_s,
-        sent=tuple(n * (count + told) for n in shares.forwards for count in forward),
+        communication_s=shares.forwards[0] * exchange_s + branches_s,
+        sent=tuple(n * (count + told) for n in shares.made for count in picture),
         weight_bytes=workload.parameter_bytes,
         activation_bytes=activation_bytes(workload, config),
         buffer_bytes=max(_kept_bytes(workload, shares, place) for place in range(config.sp_degree)),
+        cache_bytes=cache_bytes(workload, config),
     )
 
 
@@ -142,14 +168,14 @@ def sent_bytes(workload: Workload, config: ParallelConfig, rank: int) -> dict[st
     """
     shares = Shares.of(workload, config)
     branch, place = divmod(rank, config.sp_degree)
-    forwards = shares.forwards[branch]
-    counts = {name: forwards * count for name, count in _forward_bytes(workload, shares, place).items()}
-    counts["branches"] = forwards * workload.latent_bytes * (config.cfg_degree - 1)
+    made = shares.made[branch]
+    counts = {name: made * count for name, count in _picture_bytes(workload, shares, place).items()}
+    counts["branches"] = made * workload.latent_bytes * (config.cfg_degree - 1)
     return {name: count for name, count in counts.items() if count}
 
 
-def _forward_bytes(workload: Workload, shares: Shares, place: int) -> dict[str, int]:
-    """Bytes that one rank of the sequence sends in one forward, by exchange."""
+def _picture_bytes(workload: Workload, shares: Shares, place: int) -> dict[str, int]:
+    """Bytes that one rank of the sequence sends for one picture of a forward, by exchange."""
     config = shares.config
     block, inner = divmod(place, config.ulysses_degree)
     here, tokens = shares.heads[inner], shares.tokens[place]
@@ -183,7 +209,7 @@ def _kept_bytes(workload: Workload, shares: Shares, place: int) -> int:
         kept += 2 * workload.tokens * here
     if config.ring_degree > 1:
         kept += 4 * max(shares.blocks) * here
-    return kept * workload.head_dim * workload.itemsize
+    return kept * shares.pictures[0] * workload.head_dim * workload.itemsize
 
 
 def activation_bytes(workload: Workload, config: ParallelConfig) -> int:
@@ -202,23 +228,34 @@ def activation_bytes(workload: Workload, config: ParallelConfig) -> int:
         attention += 3 * FP32 * max(shares.blocks) * here
     feed_forward = tokens * (2 * workload.ffn_dim + 3 * width) * workload.itemsize + tokens * width * FP32
     whole = workload.tokens * (width + 2 * workload.patch_channels) * workload.itemsize
-    return whole + max(attention, feed_forward) + 4 * workload.latent_bytes
+    pictures = shares.pictures[0] * (whole + max(attention, feed_forward))
+    return pictures + 4 * workload.batch * workload.latent_bytes
+
+
+def cache_bytes(workload: Workload, config: ParallelConfig) -> int:
+    """Bytes that first-block caches hold on a rank: of each prediction and model two tensors of a share's
+    width, and one more of the forward at hand."""
+    if not workload.caches:
+        return 0
+    shares = Shares.of(workload, config)
+    share = shares.tokens[0] * workload.width * workload.itemsize
+    return (2 * workload.caches * shares.made[0] + shares.pictures[0]) * share
 
 
 def _attention_s(workload: Workload, machine: Machine, shares: Shares) -> list[float]:
-    """Seconds of each rank of the sequence for the self-attention of one forward."""
+    """Seconds of each rank of the sequence for the self-attention of one picture."""
     degree = shares.config.ulysses_degree
     pair = 4 * workload.head_dim * workload.tokens * workload.layers / machine.attention_flops
     return [pair * shares.heads[p % degree] * shares.blocks[p // degree] for p in range(len(shares.tokens))]
 
 
 def _rest_s(workload: Workload, machine: Machine, shares: Shares) -> list[float]:
-    """Seconds of each rank of the sequence for all but self-attention: matrices, elementwise, copies."""
+    """Seconds of each rank of the sequence for all of one picture but its self-attention: matrices,
+    elementwise, copies."""
     width, text, layers = workload.width, workload.text_tokens, workload.layers
     crossed = 2 * bool(text)
     per_token = 2 * (4 + crossed) * width**2 + 4 * width * workload.ffn_dim
     ends = 2 * width * workload.patch_channels
-    started = layers * _operators(shares.config) * machine.operator_s
     found = []
     for place, share in enumerate(shares.tokens):
         tokens = max(1, share)  # an empty share is carried by one token
@@ -230,7 +267,7 @@ def _rest_s(workload: Workload, machine: Machine, shares: Shares) -> list[float]
         moved = layers * tokens * (workload.passes * width * FP32 + 2 * workload.ffn_dim * workload.itemsize)
         moved += layers * _copied_bytes(workload, shares, place)
         compute = matrices / machine.matmul_flops + cross / machine.attention_flops
-        found.append(compute + moved / machine.memory_bytes_per_s + started)
+        found.append(compute + moved / machine.memory_bytes_per_s)
     return found
 
 
@@ -267,10 +304,10 @@ def _forward_exchange_s(
     every: list[dict[str, int]],
     attention_s: float,
 ) -> float:
-    """Seconds of one forward's exchanges that no computation hides."""
-    config, layers = shares.config, workload.layers
+    """Seconds of one forward's exchanges that no computation hides, where there are the most pictures."""
+    config, layers, pictures = shares.config, workload.layers, shares.pictures[0]
     ulysses, ring, gathered = config.ulysses_degree, config.ring_degree, config.gather_kv_degree
-    most = {name: max(counts[name] for counts in every) / layers for name in every[0]}
+    most = {name: pictures * max(counts[name] for counts in every) / layers for name in every[0]}
     # What a rank sends of q, k and v is three times what comes back to it, and the other way round.
     there = max(most["seq_to_heads"], 3 * most["heads_to_seq"])
     trade, fetch = _pattern(config, "seq_to_heads"), _pattern(config, "gather_kv")
@@ -279,18 +316,22 @@ def _forward_exchange_s(
     if ring > 1:
         sent = most["ring"] / (ring - 1)
         start, transfer = machine.hop_s(_pattern(config, "ring"), ring, ulysses, sent)
-        block_s = attention_s / max(shares.forwards) / layers / ring
+        block_s = attention_s / shares.forwards[0] / layers / ring
         seconds += layers * (ring - 1) * (start + transfer - min(machine.overlap * transfer, block_s))
     whole = most["gather"] * layers
     return seconds + machine.exchange_s(_pattern(config, "gather"), config.sp_degree, 1, whole)
 
 
-def _busy(one_forward: list[float], shares: Shares, machine: Machine) -> float:
-    """Seconds of a step's phase: the slowest rank's, or all work over the slots where ranks take turns."""
-    longest = max(shares.forwards) * max(one_forward)
+def _busy(picture_s: list[float], started_s: float, shares: Shares, machine: Machine) -> float:
+    """Seconds of a step's phase: the slowest rank's, or all work over the slots where ranks take turns.
+
+    `picture_s` is by rank of the sequence, `started_s` comes on top once in each forward.
+    """
+    longest = shares.made[0] * max(picture_s) + shares.forwards[0] * started_s
     if machine.slots is None:
         return longest
-    work = sum(shares.forwards) * sum(one_forward)
+    starts = sum(shares.forwards) * len(picture_s)
+    work = sum(shares.made) * sum(picture_s) + starts * started_s
     here = min(1.0, (machine.domain or shares.config.world_size) / shares.config.world_size)
     shared = work * here / machine.slots
     return max(longest, shared * TURNS) if shared > longest else longest

@@ -29,4 +29,5 @@ COGVIDEOX = ShardPlan(
         channel_dim=2,
         batched=("hidden_states", "encoder_hidden_states", "timestep", "timestep_cond", "ofs"),
     ),
+    stacked=True,
 )

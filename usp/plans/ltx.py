@@ -37,4 +37,5 @@ LTX = ShardPlan(
             "video_coords",
         ),
     ),
+    stacked=True,
 )
