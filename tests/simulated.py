@@ -11,7 +11,7 @@ import torch
 
 KIND = torch._C._get_privateuse1_backend_name()
 CALLS: Counter[str] = Counter()  # operator -> how often it ran on the simulated device
-WIDE: Counter[str] = Counter()  # those of them that had a float64 or complex tensor
+WIDE: Counter[str] = Counter()  # those of them that had a float64 or complex tensor on the device
 _library = torch.library.Library("aten", "IMPL")
 
 # Indices may lie on the host.
@@ -93,7 +93,8 @@ def cpu_kernel(operator: Any, rules: Rules) -> Callable[..., Any]:
         )
         device = with_index(device_of(tensors, name) or given or torch.device(KIND))
         CALLS[name] += 1
-        if any(t.dtype == torch.float64 or t.is_complex() for t in tensors):
+        there = [t for t in tensors if t.device.type == KIND]
+        if any(t.dtype == torch.float64 or t.is_complex() for t in there):
             WIDE[name] += 1
         rules.before(device.index)
         host_args, host_kwargs = [_host(a) for a in args], {k: _host(v) for k, v in kwargs.items()}
