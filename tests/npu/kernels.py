@@ -5,6 +5,7 @@ runs on the host, or, with TORCH_NPU_FALLBACK_CPU_DISABLE=1, ends with an error 
 """
 
 import ctypes
+import functools
 
 import torch
 import torch_npu
@@ -28,7 +29,7 @@ class NpuRules(Rules):
             with module().device(index):
                 _ready.add(index)
                 module().current_stream(index).synchronize()
-        module().current_stream(index).synchronize()
+        _stream(*torch_npu._C._npu_getCurrentStream(index)).synchronize()
 
     def generator(self, own: torch.Generator) -> torch.Generator:
         """A CPU generator that the Philox state (seed, offset) seeds."""
@@ -39,6 +40,12 @@ class NpuRules(Rules):
         words = own.get_state().clone().view(torch.int64)
         words[1] += 4
         own.set_state(words.view(torch.uint8))
+
+
+@functools.cache
+def _stream(stream: int, index: int, kind: int) -> torch.Stream:
+    """The stream of that number; `current_stream` makes the object anew in each call."""
+    return torch_npu.npu.Stream(stream_id=stream, device_index=index, device_type=kind)
 
 
 RULES = NpuRules()
