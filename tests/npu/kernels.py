@@ -10,7 +10,7 @@ import functools
 import torch
 import torch_npu
 
-from tests.simulated import Rules, module, register
+from tests.simulated import REFUSED, Rules, module, register
 
 _ready: set[int] = set()  # devices whose streams have been made
 _acl = ctypes.CDLL("libascendcl.so")
@@ -55,6 +55,10 @@ def counted(what: str) -> int:
     """How often the simulated CANN was asked for `what`, such as "HcclAllReduce" or "HcclCommInit"."""
     return int(_acl.simulated_count(what.encode()))
 
+
+# By CANN's aclnnIndex, and diffusers' pull requests 10820 and 13689, which met these on cards.
+REFUSED["index"] = (torch.complex64, torch.complex128)
+REFUSED["repeat_interleave"] = (torch.float64,)
 
 assert torch_npu.npu.is_available(), "the simulated NPU has no devices"
 register(
