@@ -32,6 +32,8 @@ GLOO_CARRIES = frozenset({"cuda", "mps", "cpu"})
 # xpu: Arc A-series has no float64 units. mps, npu: float64 and complex are refused or run on the host.
 NO_FLOAT64 = frozenset({"npu", "mps", "xpu"})
 NO_COMPLEX = frozenset({"npu", "mps", "musa"})
+# torch_npu 2.13.0 has a kernel of torch.inverse, but none of torch.linalg.solve.
+NO_SOLVE = frozenset({"npu"})
 
 # Kinds that live in a package of their own, and the files that show such a card is plugged in.
 VENDOR_PACKAGES = {"npu": "torch_npu", "musa": "torch_musa"}
@@ -100,6 +102,11 @@ class Device:
     def supports_complex(self) -> bool:
         """False if no complex tensor may be made on this device."""
         return self.kind not in NO_COMPLEX
+
+    @property
+    def supports_solve(self) -> bool:
+        """False if torch.linalg.solve has no kernel on this device, and so runs on the host."""
+        return self.kind not in NO_SOLVE
 
     @property
     def rope_dtype(self) -> torch.dtype:

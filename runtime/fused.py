@@ -1,4 +1,4 @@
-"""Fused RMSNorm and rotary embedding of the vendors that have them, and the plain form of each.
+"""Fused RMSNorm, rotary embedding and GEGLU of the vendors that have them, and the plain form of each.
 
 Each function picks the vendor's operator by device, dtype and shape, and gives the plain form's result either
 way; `..._limit` says in words why an operator cannot serve a call. Only Ascend has operators here. Source:
@@ -55,6 +55,29 @@ def rms_norm_limit(x: torch.Tensor, weight: torch.Tensor | None) -> str | None:
     if not 2 <= x.ndim <= 8:
         return f"the fused norm takes 2 to 8 dims, not {x.ndim}"
     return "the fused norm takes no empty tensor" if 0 in x.shape else None
+
+
+def geglu(x: torch.Tensor) -> torch.Tensor:
+    """The first half of x's last dim, which is even, times the exact GELU of the second."""
+    if geglu_limit(x) is not None:
+        return plain_geglu(x)
+    exact = 0  # the default is the approximation by tanh
+    return torch.ops.npu.npu_geglu(x, dim=-1, approximate=exact)[0]
+
+
+def geglu_limit(x: torch.Tensor) -> str | None:
+    """Why the vendor's GEGLU cannot serve this call, or None."""
+    if x.device.type not in KINDS:
+        return f"{x.device.type} has no fused GEGLU"
+    if x.dtype not in DTYPES:
+        return f"the fused GEGLU does not take {_name(x.dtype)}"
+    return None if 1 <= x.ndim <= 8 else f"the fused GEGLU takes 1 to 8 dims, not {x.ndim}"
+
+
+def plain_geglu(x: torch.Tensor) -> torch.Tensor:
+    """`geglu` in torch's operators, for any device."""
+    values, gate = x.chunk(2, dim=-1)
+    return values * F.gelu(gate)
 
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """What ranks compare before they work together: short descriptions that differ when it matters."""
 
+import functools
 import hashlib
 from collections.abc import Iterable
 from typing import Any
@@ -25,13 +26,15 @@ def fingerprint_tensors(named: Iterable[tuple[str, torch.Tensor]], more: str = "
     count by shape.
     """
     digest = hashlib.sha256(more.encode())
+    odd = functools.cache(lambda count, device: 2 * torch.arange(count, device=device) + 1)
     sums = []
     for name, parameter in named:
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         if not parameter.is_meta and parameter.numel() and parameter.element_size() in SAME_SIZE:
             bits = parameter.detach().view(SAME_SIZE[parameter.element_size()])
             rows = bits.reshape(bits.shape[0] if bits.ndim else 1, -1)
-            sums += [_weighted(rows.sum(dim, dtype=torch.int64)) for dim in (0, 1)]
+            for totals in (rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64)):
+                sums.append((totals * odd(totals.numel(), totals.device)).sum())
     digest.update(str([int(value) for value in sums]).encode())
     return digest.hexdigest()[:16]
 
@@ -54,10 +57,6 @@ def _adapters(model: nn.Module) -> str:
             if isinstance(value := getattr(module, setting, None), (dict, list, bool)):
                 settings.append(f"{name} {setting} {value}")
     return "\n".join(settings)
-
-
-def _weighted(sums: torch.Tensor) -> torch.Tensor:
-    return (sums * (2 * torch.arange(sums.numel(), device=sums.device) + 1)).sum()
 
 
 def describe_call(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -1,10 +1,11 @@
-"""A transformer's RMSNorms and rotary embeddings, computed by the device's fused operators until closed.
+"""A model's RMSNorms, rotary embeddings and gates, computed by the device's fused operators until closed.
 
-From outside, like the adapter: no class, module-level function or processor is replaced. A norm gets a
-forward of its own instance. Rotations are formulas inside diffusers' processors, right behind the norms of
-query and key (`usp.rotations`); so the attention is called without its angles, and hooks on those norms
-rotate what they give: the same numbers, one module earlier. What an operator refuses is left as it was and
-said once; but complex angles become real in any case, as complex products may run on the host.
+From outside, like the adapter: no class, module-level function or processor is replaced. A norm or a gate
+gets a forward of its own instance. Rotations are formulas inside diffusers' processors, right behind the
+norms of query and key (`usp.rotations`); so the attention is called without its angles, and hooks on those
+norms rotate what they give: the same numbers, one module earlier. What an operator refuses is left as it
+was and said once; but complex angles become real in any case, as complex products may run on the host, and
+are picked from their table as real numbers also where nothing is fused.
 """
 
 import functools
@@ -35,39 +36,46 @@ def fuse(model: nn.Module, plan: ShardPlan, mode: str, kind: str) -> "Fused | No
     if kind not in fused.KINDS:
         return None
     made = Fused(model, plan, fusing=mode != "off", pairs_limit=fused.pairs_limit(kind))
-    if mode == "on" and not made.norms and not made.rotations:
+    if mode == "on" and not made.norms and not made.rotations and not made.gates:
         made.close()
         raise ValueError(
-            f"fused=on, and {type(model).__name__} has no norm or rotation that a fused operator computes "
-            f"({made}); use fused=auto"
+            f"fused=on, and {type(model).__name__} has no norm or rotation or gate that a fused operator "
+            f"computes ({made}); use fused=auto"
         )
     return made
 
 
 class Fused:
-    """A model with its norms and rotations fused, or with `fusing` False kept plain; `close()` undoes it.
+    """A model with its norms, rotations and gates fused, or with `fusing` False plain; `close()` undoes it.
 
-    `norms` and `rotations` are how many there are: as many calls of the vendor's operators in a forward of
-    the whole model, where each takes what comes. `pairs_limit` is why this device's operator rotates none, or
-    None. Says so itself, as text.
+    `norms`, `rotations` and `gates` are how many there are: as many calls of the vendor's operators in a
+    forward of the whole model, where each takes what comes. `pairs_limit` is why this device's operator
+    rotates none, or None. Says so itself, as text.
     """
 
     def __init__(
         self, model: nn.Module, plan: ShardPlan, *, fusing: bool = True, pairs_limit: str | None = None
     ) -> None:
-        self.norms = self.rotations = 0
-        self.left: dict[str, int] = {}  # why a norm or a rotation was left as it was, and how many
+        self.norms = self.rotations = self.gates = 0
+        self.left: dict[str, int] = {}  # why one was left as it was, and how many
         self._name, self._fusing, self._pairs_limit = type(model).__name__, fusing, pairs_limit
+        self._model: Any = model
         self._said: set[str] = set()
         self._forwards: list[tuple[nn.Module, Any]] = []
         self._handles: list[Any] = []
         # The tables of the forward at hand: of which angles, in which call, for which norms.
         self._made: tuple[Any, Call, tuple[Tables, ...]] | None = None
+        from diffusers.models.activations import GEGLU
         from diffusers.models.normalization import RMSNorm  # late: rank 0 alone may say what importing says
 
-        for norm in model.modules():
-            if type(norm) in (nn.RMSNorm, RMSNorm):
-                self._take_norm(norm)
+        for module in model.modules():
+            if type(module) in (nn.RMSNorm, RMSNorm):
+                self._take_norm(module)
+            elif type(module) is GEGLU and self._replace_forward(module, _gate_forward):
+                self.gates += fusing
+        self._embedder = getattr(model, "rope_embedder", None)
+        if type(self._embedder).__name__ == "RopeEmbedder":
+            self._model.rope_embedder = PickedAsReal(self._embedder)
         planned = [m for entry in plan.attentions for _, m in matching(model, entry.modules)]
         for module in model.modules() if fusing else ():
             known = ROTATIONS.get(_processor_of(module))
@@ -83,25 +91,33 @@ class Fused:
         self._fusing = False  # a forward that an offload hook has wrapped since stays, and is the plain one
         for handle in self._handles:
             handle.remove()
+        if isinstance(getattr(self._model, "rope_embedder", None), PickedAsReal):
+            self._model.rope_embedder = self._embedder
         self._forwards.clear()
         self._handles.clear()
         self._made = None
 
     def __str__(self) -> str:
-        counts = f"{self.norms} norms and {self.rotations} rotations fused" if self._fusing else "off"
+        norms, rotations = f"{self.norms} norms", f"{self.rotations} rotations"
+        counts = f"{norms}, {rotations} and {self.gates} gates" if self.gates else f"{norms} and {rotations}"
+        counts = f"{counts} fused" if self._fusing else "off"
         left = ", ".join(f"{number} not: {why}" for why, number in self.left.items())
         return f"{counts}; {left}" if left else counts
 
     def _take_norm(self, norm: Any) -> None:
         """Give one norm a forward; the library's own might call the vendor's operator, on what it refuses."""
-        if not self._fusing and type(norm) is nn.RMSNorm:
-            return None
-        if "forward" in norm.__dict__:
-            return self._leave("a norm whose forward another hook has replaced")
-        norm.forward = functools.partial(_norm_forward, self, norm)
-        self._forwards.append((norm, norm.forward))
-        self.norms += self._fusing
-        return None
+        if (self._fusing or type(norm) is not nn.RMSNorm) and self._replace_forward(norm, _norm_forward):
+            self.norms += self._fusing
+
+    def _replace_forward(self, module: nn.Module, forward: Any) -> bool:
+        """Give a norm or a gate `forward(self, module, x)`; False, and noted, where a hook did so before."""
+        if "forward" in module.__dict__:
+            kind = "gate" if forward is _gate_forward else "norm"
+            self._leave(f"a {kind} whose forward another hook has replaced")
+            return False
+        module.forward = functools.partial(forward, self, module)
+        self._forwards.append((module, module.forward))
+        return True
 
     def norm(self, norm: Any, x: torch.Tensor) -> torch.Tensor:
         """What the norm's own forward gives, by the vendor's operator where that takes it."""
@@ -114,6 +130,13 @@ class Fused:
         out = out.to(norm_dtype(norm, x))
         bias = getattr(norm, "bias", None)
         return out if bias is None else out + bias
+
+    def gate(self, x: torch.Tensor) -> torch.Tensor:
+        """What a GEGLU makes of its projection, by the vendor's operator where that takes it."""
+        limit = fused.geglu_limit(x) if self._fusing else "off"
+        if limit is not None and self._fusing:
+            self._say(limit)
+        return fused.plain_geglu(x) if limit is not None else fused.geglu(x)
 
     def _take_rotation(self, attention: Any) -> None:
         """Hook one attention and its norms, if its processor is a known one."""
@@ -232,6 +255,15 @@ def _norm_forward(owner: Fused, norm: Any, x: torch.Tensor) -> torch.Tensor:
     return owner.norm(norm, x)
 
 
+def _gate_forward(owner: Fused, geglu: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """A GEGLU's forward while it is fused.
+
+    Its own calls the vendor's operator wherever torch_npu is installed, with another GELU than its plain
+    form's: tanh. Source: diffusers 0.42.1, `models/activations.py`.
+    """
+    return owner.gate(geglu.proj(hidden_states))
+
+
 def norm_dtype(norm: Any, x: torch.Tensor) -> torch.dtype:
     """The dtype that a norm gives: torch's keeps its input's, that of diffusers goes by its weight."""
     if type(norm) is nn.RMSNorm or norm.weight is None:
@@ -253,3 +285,21 @@ def plain_norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
     half = norm.weight.dtype in (torch.float16, torch.bfloat16)
     scaled = (normed.to(norm.weight.dtype) if half else normed) * norm.weight
     return scaled if norm.bias is None else scaled + norm.bias
+
+
+class PickedAsReal:
+    """Z-Image's table of complex angles, picked from in real numbers: the vendor's index takes no others.
+
+    The bits are the same. Source: CANN's aclnnIndex; diffusers 0.42.1, `RopeEmbedder`.
+    """
+
+    def __init__(self, embedder: Any) -> None:
+        self._embedder = embedder
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        """The angles of places, (S, axes) whole numbers, as complex numbers (S, D / 2)."""
+        own = self._embedder
+        made = own.freqs_cis or own.precompute_freqs_cis(own.axes_dims, own.axes_lens, theta=own.theta)
+        own.freqs_cis = [table.to(ids.device) for table in made]
+        picked = [torch.view_as_real(table)[ids[:, axis]] for axis, table in enumerate(own.freqs_cis)]
+        return torch.view_as_complex(torch.cat(picked, dim=-2))

@@ -41,7 +41,7 @@ AttentionName = Annotated[
 Kernel = Annotated[str, typer.Option(help="Local attention kernel, or auto.", rich_help_panel=PARALLEL)]
 FusedMode = Annotated[
     str,
-    typer.Option("--fused", help="Vendor's norms and rotations: auto, on, off.", rich_help_panel=PARALLEL),
+    typer.Option("--fused", help="Vendor's norms, RoPE, gates: auto, on, off.", rich_help_panel=PARALLEL),
 ]
 Transport = Annotated[
     str,

@@ -24,7 +24,7 @@ from usp.planner import Auto
 from usp.plans import PLANS, check_sequence, plan_for
 from usp.randomness import agree_generator, same_default_rng
 from usp.report import CallReport, Stopwatch, collect_report
-from usp.schedulers import check_pipeline, scheduler_kept, with_flow_settings
+from usp.schedulers import check_pipeline, scheduler_kept, solved_there, with_flow_settings
 
 logger = get_logger(__name__)
 
@@ -38,7 +38,7 @@ class ParallelPipeline:
 
     `parallel` is "auto", a spelling such as "ulysses2 ring2", or a ParallelConfig; `kernel` names the local
     attention kernel. `cache` is a threshold or a CacheConfig (`usp.cache`), off by default. `fused` is
-    "auto", "on" or "off": norms and rotations by the device's fused operators (`usp.fusing`). With `strict`
+    "auto", "on" or "off": norms, rope and gates by the device's fused operators (`usp.fusing`). With `strict`
     a cfg axis that a call leaves idle is an error instead of a warning. A process group that exists is used
     and left alone, else one is made and ended by `close()`. All ranks must make it, and call it, alike: same
     weights, same arguments; both are checked. Raises ValueError, on all ranks, for a model without a plan,
@@ -151,6 +151,7 @@ class ParallelPipeline:
             with (
                 same_default_rng(self.world, generator),
                 scheduler_kept(self.pipeline),
+                solved_there(self.pipeline, self.world.device),
                 strengths_kept(self.pipeline),
                 one_progress_bar(self.pipeline, self.world.is_main),
             ):

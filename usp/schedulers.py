@@ -4,12 +4,18 @@ A model predicts a flow or noise ("epsilon"); a scheduler of the other family ma
 """
 
 import copy
+import functools
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
+import torch
+from torch.overrides import TorchFunctionMode
+
+from runtime.device import Device
 from runtime.log import get_logger
 
 logger = get_logger(__name__)
@@ -189,6 +195,40 @@ def scheduler_kept(pipeline: Any) -> Iterator[None]:
     finally:
         vars(config).update(attributes)  # past its guard, which these classes get past too
         scheduler._internal_dict = config
+
+
+@contextmanager
+def solved_there(pipeline: Any, device: Device) -> Iterator[None]:
+    """A scheduler's steps solve their equations on a device that lacks torch.linalg.solve, not on the host.
+
+    UniPC has as many of them as its order, 2 or 3 (diffusers 0.42.1). A `step` of the user's own is left.
+    """
+    scheduler: Any = getattr(pipeline, "scheduler", None)
+    if device.supports_solve or not hasattr(scheduler, "step") or "step" in vars(scheduler):
+        yield
+        return
+    step = type(scheduler).step
+
+    @functools.wraps(step)
+    def step_there(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _Inverse():
+            return step(self, *args, **kwargs)
+
+    scheduler.step = MethodType(step_there, scheduler)  # a method, so that a copy steps by itself
+    try:
+        yield
+    finally:
+        del scheduler.step
+
+
+class _Inverse(TorchFunctionMode):
+    """torch.linalg.solve by the inverse."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.linalg.solve:
+            return func(*args, **(kwargs or {}))
+        matrix, right = args
+        return torch.inverse(matrix) @ right
 
 
 def is_flow(scheduler: Any) -> bool:

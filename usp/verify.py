@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from skimage.metrics import structural_similarity
 
+from runtime import fused
 from runtime.log import get_logger
 from runtime.process_group import World, connect, ending_together
 from usp import cli
@@ -117,8 +118,12 @@ def _every_layout(job: Job, world_size: int) -> list[ParallelConfig]:
 
 
 def _alone(plain: Any, job: Job, world: World, seed: int) -> Trace:
-    """The run of one process; with the cache, if there is one, since its decisions are to be the same."""
-    if job.cache is None:
+    """The run of one process: diffusers' own pipeline.
+
+    With a cache it is one under our wrapper, since decisions are to be the same; also on a device that has
+    fused operators, since diffusers calls some by itself that give another picture, or an error.
+    """
+    if job.cache is None and world.device.kind not in fused.KINDS:
         return _traced(plain, job, decode=True, generator=torch.Generator("cpu").manual_seed(seed))
     lone = World(0, 1, world.local_rank, world.device)
     with job.parallel(plain, ParallelConfig(), lone) as pipeline:

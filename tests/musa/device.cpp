@@ -10,6 +10,8 @@
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_cpu_dispatch.h>
 #include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
@@ -169,16 +171,24 @@ at::Tensor& set_(at::Tensor& self, at::Storage storage, c10::SymInt offset, c10:
 
 at::Tensor& set_whole(at::Tensor& self, at::Storage storage) { return at::cpu::set_(self, storage); }
 
+// `tensor.data = other` between the host and a card, as the vendor's patch of torch allows it (TensorImpl.h).
+bool may_take_data(const at::Tensor& self, const at::Tensor& from) {
+  return self.layout() == at::kStrided && from.layout() == at::kStrided;
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("empty.memory_format", &empty);
   library.impl("empty_strided", &empty_strided);
   library.impl("as_strided", &as_strided);
   library.impl("view", &view);
   library.impl("unfold", &at::native::unfold);
+  library.impl("view_as_complex", &at::native::view_as_complex);
+  library.impl("view_as_real", &at::native::view_as_real);
   library.impl("_reshape_alias", &reshape_alias);
   library.impl("resize_", &resize_);
   library.impl("set_.source_Storage_storage_offset", &set_);
   library.impl("set_.source_Storage", &set_whole);
+  library.impl("_has_compatible_shallow_copy_type", &may_take_data);
 }
 
 const bool registered = [] {

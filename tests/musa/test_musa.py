@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.npu import bodies
-from tests.usp import test_lora
+from tests.usp import families, test_lora
 from tests.usp.in_ranks import SEED, Case, alone, seeded
 from usp.demo import DEFAULTS
 
@@ -55,6 +55,18 @@ def test_pipelines_match_the_cpu(musa, layout):
             assert np.abs(result - alone(*case)).max() <= TOLERANCE, case
 
 
+@pytest.mark.parametrize(
+    ("family", "layout"), [("flux", "ulysses2"), ("qwen-image", "gather_kv2"), ("z-image", "ring2")]
+)
+def test_other_families_make_the_cpus_latents(musa, family, layout):
+    """Double streams, and complex angles, by the families' own pipelines."""
+    cell = families.Cell(size=2, layout=layout)
+    want = families.alone(family, cell)
+    for found in musa(2).run(bodies.family, family, cell):
+        assert found["error"] == ""
+        assert np.abs(found["latents"] - want).max() <= TOLERANCE
+
+
 def test_the_bundled_model_matches_the_cpu(musa):
     """The whole film on two cards, text encoder and decoding included."""
     pipeline = bodies.demo_pipeline()
@@ -80,9 +92,12 @@ def test_lora_is_what_merged_weights_give_on_the_cpu(musa):
     test_lora.check_against_merged(by_rank, TOLERANCE)
 
 
-@pytest.mark.parametrize(("way", "at_rest"), [("model", "cpu"), ("sequential", "meta")])
+@pytest.mark.parametrize(
+    ("way", "at_rest"),
+    [("model", "cpu"), ("sequential", "meta"), ("leaf_level", "cpu"), ("block_level", "cpu")],
+)
 def test_an_offloaded_pipeline_stays_offloaded_and_matches_the_cpu(musa, way, at_rest):
-    """Offloading, twice, as on the NPU; groups need a tensor class that this device lacks."""
+    """Offloading, twice, as on the NPU; "meta" is accelerate's sign for the host's copy."""
     case: Case = ("t2v", {"num_inference_steps": 2, "output_type": "np"})
     want = alone(*case)
     for results, places in musa(2).run(bodies.offloaded, "ulysses2", case, way):

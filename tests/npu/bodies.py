@@ -3,21 +3,30 @@
 Imported by the server before it forks, so that every rank has it.
 """
 
+import inspect
 import tempfile
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import safetensors.torch
 import torch
 import torch.distributed as dist
+from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 
 import usp.demo
+import usp.verify
+from runtime.device import Device
 from tests import tiny
-from tests.usp import test_attention, test_comm, test_lora
+from tests.usp import families, test_attention, test_comm, test_lora
 from tests.usp.in_ranks import SEED, Case
 from usp.config import CacheConfig
+from usp.job import prepare
+from usp.options import JobOptions
 from usp.pipeline import ParallelPipeline
+from usp.recipes import TASKS
+from usp.schedulers import FAMILIES, solved_there, with_scheduler
 
 WORLD: list[Any] = []  # this rank's World, once it has joined
 DEMO = {"height": 32, "width": 48, "num_frames": 9, "num_inference_steps": 2, "guidance_scale": 2.5}
@@ -93,6 +102,56 @@ def demo(layout: str, **options: Any) -> tuple[np.ndarray, dict[str, int], dict[
     with ParallelPipeline(demo_pipeline(), layout, **options) as pipe:
         film = host(pipe(usp.demo.DEFAULTS.prompt, output_type="np", seed=SEED, **DEMO).frames)
     return film, dict(simulated.CALLS), dict(simulated.WIDE)
+
+
+def family(name: str, cell: families.Cell) -> dict[str, Any]:
+    """A family's own pipeline, as on the CPU: its latents, the error, and which operators ran, which wide."""
+    from tests import simulated
+
+    simulated.reset_counts()
+    latents, error, _ = families.together(name, cell)
+    calls, wide = dict(simulated.CALLS), dict(simulated.WIDE)
+    return {"latents": latents, "error": error, "calls": calls, "wide": wide}
+
+
+def verified(task: str, folder: str, layout: str) -> int:
+    """The exit code of `usp.verify` on a folder's model, at two steps."""
+    options = JobOptions(
+        model=folder, prompt="a circle", size="112x80", steps=2, seed=SEED, dtype="fp32", parallel=layout
+    )
+    return usp.verify.verify(prepare(TASKS[task], options), WORLD[0], everything=False, limit=1e-4)
+
+
+def scheduler_errors() -> dict[str, tuple[float, dict[str, int]]]:
+    """Each scheduler's sample after five steps against the host's, and what ran there with wide numbers."""
+    from tests import simulated
+
+    found = {}
+    for kind_of_model, names in FAMILIES.items():
+        for name in names:
+            simulated.reset_counts()
+            here = scheduled(kind_of_model, name, device())
+            wide = dict(simulated.WIDE)
+            there = scheduled(kind_of_model, name, torch.device("cpu"))
+            found[f"{kind_of_model} {name}"] = (here - there).abs().max().item(), wide
+    return found
+
+
+def scheduled(kind_of_model: str, name: str, where: torch.device) -> torch.Tensor:
+    """The sample after five steps of a scheduler, of a model that is a sine."""
+    is_flow = kind_of_model == "flow"
+    base = FlowMatchEulerDiscreteScheduler(shift=3.0) if is_flow else DDIMScheduler()
+    pipeline = SimpleNamespace(scheduler=with_scheduler(base, name))
+    scheduler, generator = pipeline.scheduler, torch.Generator().manual_seed(0)
+    sample = torch.randn(1, 4, 8, 8, generator=generator).to(where)
+    with solved_there(pipeline, Device(where.type, where.index)):
+        scheduler.set_timesteps(5, device=where)
+        takes = inspect.signature(scheduler.step).parameters
+        draws = {"generator": generator} if "generator" in takes else {}
+        for timestep in scheduler.timesteps:
+            seen = sample if is_flow else scheduler.scale_model_input(sample, timestep)
+            sample = scheduler.step((3 * seen).sin(), timestep, sample, return_dict=False, **draws)[0]
+    return sample.cpu()
 
 
 def error_text(function: Callable[..., Any], *args: Any) -> str:

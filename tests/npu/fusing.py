@@ -198,6 +198,33 @@ def handed_back() -> dict[str, str]:
     return found
 
 
+def gate_errors() -> tuple[dict[str, float], dict[str, str]]:
+    """A GEGLU of each dtype and shape that is taken, in ulps of the plain form's, and why others are not."""
+    found, refused = {}, {}
+    shapes = {
+        "one dim": (8,),
+        "tokens": (2, 5, 24),
+        "eight dims": (1, 2, 1, 3, 1, 2, 1, 4),
+        "nothing": (0, 8),
+    }
+    for name, shape in shapes.items():
+        for dtype in DTYPES:
+            for strided in (False, True):
+                step = 2 if strided else 1
+                wide = random(*shape[:-1], shape[-1] * step, dtype=dtype)
+                there = wide.to(device())[..., ::step]
+                simulated.reset_counts()
+                got, want = fused.geglu(there), fused.plain_geglu(wide[..., ::step])
+                found[f"{name} {dtype} strided {strided}"] = ulps(got, want) if want.numel() else 0.0
+                assert simulated.CALLS["npu_geglu"] == 1
+    for name, x in (("fp64", random(2, 8).double()), ("nine dims", random(*[1] * 8, 8))):
+        simulated.reset_counts()
+        refused[name] = str(fused.geglu_limit(x.to(device())))
+        assert torch.allclose(fused.geglu(x.to(device())).cpu(), fused.plain_geglu(x), atol=1e-6), name
+        assert simulated.CALLS["npu_geglu"] == 0
+    return found, refused
+
+
 def first_call(family: str, **changes: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     """A tiny pipeline's transformer and what it is called with first, on the host."""
     pipeline = tiny.build(family)

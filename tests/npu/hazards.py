@@ -323,6 +323,23 @@ def an_additive_mask() -> tuple[float, dict[str, int]]:
     return (got.cpu() - attention(q, k, v, bias)).abs().max().item(), dict(simulated.CALLS)
 
 
+def fp8_exchanges(transport: str) -> tuple[list[str], dict[str, int]]:
+    """What was wrong with FP8 tensors that travelled, and how many HCCL messages there were of each dtype."""
+    from tests.usp import test_comm
+
+    names = "int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64 int128"
+    names += " hif8 fp8_e4m3 fp8_e5m2 fp8_e8m0 ?"
+    before = {name: counted(f"messages of {name}") for name in names.split()}
+    kept = test_comm.DTYPES, test_comm.TRANSPORTS
+    test_comm.DTYPES, test_comm.TRANSPORTS = (torch.float8_e4m3fn, torch.float8_e5m2), (transport,)
+    try:
+        wrong = test_comm.gathers() + test_comm.exchanges()
+    finally:
+        test_comm.DTYPES, test_comm.TRANSPORTS = kept
+    sent = {name: counted(f"messages of {name}") - times for name, times in before.items()}
+    return wrong, {name: times for name, times in sent.items() if times}
+
+
 def calls_of(module: str) -> list[tuple[str, str]]:
     """Each `module.name(...)` in our code: file and name."""
     found = []

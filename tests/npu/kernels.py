@@ -10,7 +10,7 @@ import functools
 import torch
 import torch_npu
 
-from tests.simulated import Rules, module, register
+from tests.simulated import REFUSED, Rules, module, register
 
 _ready: set[int] = set()  # devices whose streams have been made
 _acl = ctypes.CDLL("libascendcl.so")
@@ -32,7 +32,7 @@ class NpuRules(Rules):
             with module().device(index):
                 _ready.add(index)
                 module().current_stream(index).synchronize()
-        module().current_stream(index).synchronize()
+        _stream(*torch_npu._C._npu_getCurrentStream(index)).synchronize()
 
     def after(self, results: list[torch.Tensor]) -> None:
         """Numbers that a saturating device cannot give: the greatest finite one for inf, 0 for NaN."""
@@ -57,6 +57,12 @@ def _saturates() -> bool:
     return not torch_npu.npu.utils.is_support_inf_nan()
 
 
+@functools.cache
+def _stream(stream: int, index: int, kind: int) -> torch.Stream:
+    """The stream of that number; `current_stream` makes the object anew in each call."""
+    return torch_npu.npu.Stream(stream_id=stream, device_index=index, device_type=kind)
+
+
 RULES = NpuRules()
 
 
@@ -64,6 +70,10 @@ def counted(what: str) -> int:
     """How often the simulated CANN was asked for `what`, such as "HcclAllReduce" or "HcclCommInit"."""
     return int(_acl.simulated_count(what.encode()))
 
+
+# By CANN's aclnnIndex, and diffusers' pull requests 10820 and 13689, which met these on cards.
+REFUSED["index"] = (torch.complex64, torch.complex128)
+REFUSED["repeat_interleave"] = (torch.float64,)
 
 assert torch_npu.npu.is_available(), "the simulated NPU has no devices"
 register(

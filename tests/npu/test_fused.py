@@ -136,5 +136,20 @@ def test_private_formats_and_compiling_are_off_before_weights_move(npu):
 
 
 def test_our_calls_name_what_has_a_default_of_its_own(npu):
-    """By the wheel's schemas: epsilon and rotary_mode are arguments, and always given."""
-    assert npu(1).run(fusing.keywords) == [{"npu_rms_norm": ["epsilon"], "npu_rotary_mul": ["rotary_mode"]}]
+    """By the wheel's schemas: what chooses a formula is an argument, and always given."""
+    named = {
+        "npu_rms_norm": ["epsilon"],
+        "npu_rotary_mul": ["rotary_mode"],
+        "npu_geglu": ["dim", "approximate"],
+    }
+    assert npu(1).run(fusing.keywords) == [named]
+
+
+def test_every_gate_matches_its_plain_form(npu):
+    """Whole and strided, of 1 to 8 dims and empty, by the exact GELU; the rest is handed back."""
+    ((errors, refused),) = npu(1).run(fusing.gate_errors)
+    assert {name: e for name, e in errors.items() if not e <= ROUNDINGS} == {}
+    assert refused == {
+        "fp64": "the fused GEGLU does not take float64",
+        "nine dims": "the fused GEGLU takes 1 to 8 dims, not 9",
+    }

@@ -131,6 +131,15 @@ def test_h12_h14_the_older_path_has_its_traps(npu):
     assert npu(2).run(hazards.keys_and_values_apart) == ["", ""]
 
 
+@pytest.mark.parametrize("knobs", [{}, NEWEST_CHIP])
+@pytest.mark.parametrize("transport", ["all_to_all", "p2p"])
+def test_fp8_travels_as_bytes(npu, knobs, transport):
+    """The same bits arrive, and HCCL is given uint8 alone, also on the one chip that has FP8."""
+    for wrong, messages in npu(2, **knobs).run(hazards.fp8_exchanges, transport):
+        assert wrong == []
+        assert list(messages) == ["uint8"]
+
+
 def test_h17_few_communicators(npu):
     """Each costs 2 x 200 MB: one per distinct set of ranks of a layout, and the whole world's is shared."""
     for made, megabytes in npu(4).run(hazards.communicators, "cfg2 ring2"):

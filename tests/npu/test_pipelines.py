@@ -67,19 +67,21 @@ def test_the_bundled_model_matches_the_cpu_without_the_host(npu, film, size, lay
 
 
 @pytest.mark.parametrize("threshold", [0.0, 10.0])
-def test_a_cache_skips_what_it_skips_on_the_cpu(npu, threshold):
-    """First-block cache over two ranks: the decisions and the result of one CPU process."""
+@pytest.mark.parametrize(("size", "layout"), [(2, "ulysses2"), (4, "ulysses2 ring2"), (4, "cfg2 ulysses2")])
+def test_a_cache_skips_what_it_skips_on_the_cpu(npu, size, layout, threshold):
+    """First-block cache over ranks and branches: the decisions and the result of one CPU process."""
     case = ("t2v", {"num_inference_steps": 5})
     want, skipped = bodies.cached_pipeline("auto", case, threshold)
     assert any(map(any, skipped)) == (threshold > 0), "the threshold is meant to matter"
-    for result, found in npu(2).run(bodies.cached_pipeline, "ulysses2", case, threshold):
+    for result, found in npu(size).run(bodies.cached_pipeline, layout, case, threshold):
         assert found == skipped
         assert np.abs(result - want).max() <= TOLERANCE
 
 
-def test_lora_is_what_merged_weights_give_on_the_cpu(npu):
-    """Strength, stacking, switching, unloading and fusing through the wrapper, on two ranks."""
-    by_rank = npu(2).run(bodies.run_body, "lora", "through_the_wrapper", "ulysses2")
+@pytest.mark.parametrize(("size", "layout"), [(2, "ulysses2"), (4, "cfg2 ulysses2")])
+def test_lora_is_what_merged_weights_give_on_the_cpu(npu, size, layout):
+    """Strength, stacking, switching, unloading and fusing through the wrapper."""
+    by_rank = npu(size).run(bodies.run_body, "lora", "through_the_wrapper", layout)
     test_lora.check_against_merged(by_rank, TOLERANCE)
 
 
@@ -87,14 +89,14 @@ def test_lora_is_what_merged_weights_give_on_the_cpu(npu):
     ("way", "at_rest"),
     [("model", "cpu"), ("sequential", "meta"), ("leaf_level", "cpu"), ("block_level", "cpu")],
 )
-@pytest.mark.parametrize("layout", ["ulysses2", "cfg2"])
-def test_an_offloaded_pipeline_stays_offloaded_and_matches_the_cpu(npu, layout, way, at_rest):
+@pytest.mark.parametrize(("size", "layout"), [(2, "ulysses2"), (2, "cfg2"), (4, "cfg2 ring2")])
+def test_an_offloaded_pipeline_stays_offloaded_and_matches_the_cpu(npu, size, layout, way, at_rest):
     """diffusers' and accelerate's offloading under the wrapper, text encoder to decoded frames, twice.
 
     Weights come to the device for their work alone; "meta" is accelerate's sign for the host's copy.
     """
     case = ("t2v", {"num_inference_steps": 2, "output_type": "np"})
     want = alone(*case)
-    for results, places in npu(2).run(bodies.offloaded, layout, case, way):
+    for results, places in npu(size).run(bodies.offloaded, layout, case, way):
         assert places == {at_rest}
         assert max(np.abs(result - want).max() for result in results) <= TOLERANCE

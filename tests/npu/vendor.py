@@ -344,9 +344,25 @@ def npu_rotary_mul(
     return placed(device, (x.float() * cos + turned * sin).to(x.dtype))[0]
 
 
+def npu_geglu(
+    self: torch.Tensor, dim: int = -1, approximate: int = 1, activate_left: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One half of a dim times the GELU of the other, and that GELU; `approximate` 0 is exact, 1 by tanh."""
+    refuse_unless(self.dtype in FLOATS and 1 <= self.ndim <= 8, f"{self.dtype} of {self.ndim} dims")
+    refuse_unless(-self.ndim <= dim < self.ndim and self.shape[dim] % 2 == 0, f"dim {dim} of {self.shape}")
+    refuse_unless(approximate in (0, 1), f"approximate {approximate}")
+    device, (x,) = prepare("npu_geglu", [self])
+    CALLS["npu_geglu by tanh"] += approximate
+    left, right = x.float().chunk(2, dim)
+    gate, values = (left, right) if activate_left else (right, left)
+    gate = torch.nn.functional.gelu(gate, approximate=("none", "tanh")[approximate])
+    return on_device((values * gate).to(x.dtype), device), on_device(gate.to(x.dtype), device)
+
+
 def register() -> None:
     """Put these in place of the wheel's."""
-    for function in (npu_fusion_attention, npu_fused_infer_attention_score, npu_rms_norm, npu_rotary_mul):
+    attention = npu_fusion_attention, npu_fused_infer_attention_score
+    for function in (*attention, npu_rms_norm, npu_rotary_mul, npu_geglu):
         operator = getattr(torch.ops.npu, function.__name__).default
         for key in ("PrivateUse1", "AutogradPrivateUse1"):
             _library.impl(operator, function, key)

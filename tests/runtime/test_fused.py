@@ -1,4 +1,4 @@
-"""The plain forms of fused norms and rotations; the operators are tested in tests/npu."""
+"""The plain forms of fused norms, rotations and gates; the operators are tested in tests/npu."""
 
 import pytest
 import torch
@@ -40,12 +40,22 @@ def test_the_plain_rotation_turns_pairs_of_numbers_as_complex_ones(interleaved):
     assert half.dtype == torch.bfloat16
 
 
+def test_the_plain_gate_is_its_formula():
+    """The first half times the exact GELU, by the error function, of the second."""
+    x = numbers(2, 5, 24).double()
+    values, gate = x[..., :12], x[..., 12:]
+    want = values * gate * (1 + torch.erf(gate / 2**0.5)) / 2
+    torch.testing.assert_close(fused.geglu(x), want)
+    assert fused.geglu(x.bfloat16()).dtype == torch.bfloat16
+
+
 def test_a_device_without_operators_says_so():
     """The reason names the device; `on` is an error there, and modes are known."""
     x, table = numbers(1, 4, 2, 8), numbers(1, 4, 1, 8)
     assert fused.rms_norm_limit(x, None) == "cpu has no fused norm"
     limit = fused.rotary_limit(x.shape, x.dtype, "cpu", table, table, interleaved=True)
     assert limit == "cpu has no fused rotation"
+    assert fused.geglu_limit(x) == "cpu has no fused GEGLU"
     for mode in ("auto", "off"):
         fused.check_fused(mode, "cpu")
     for kind in ("cpu", "cuda", "musa"):

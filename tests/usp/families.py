@@ -148,11 +148,11 @@ def call_of(family: str, cell: Cell) -> dict[str, Any]:
 
 @contextmanager
 def small_references() -> Iterator[None]:
-    """Qwen's edit pipelines bring every input image to a megapixel; a quarter of that is as good a test."""
+    """Qwen's edit pipelines bring every input image to a megapixel; a sixteenth is as good a test."""
     modules = (pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus)
     kept = [module.calculate_dimensions for module in modules]
     for module, original in zip(modules, kept, strict=True):
-        module.calculate_dimensions = partial(lambda area, ratio, of: of(area // 4, ratio), of=original)
+        module.calculate_dimensions = partial(lambda area, ratio, of: of(area // 16, ratio), of=original)
     try:
         yield
     finally:
@@ -163,7 +163,8 @@ def small_references() -> Iterator[None]:
 def picture_of(result: Any) -> np.ndarray:
     """The latents that a pipeline gave."""
     found = result.frames if hasattr(result, "frames") else result.images
-    return np.asarray(found[0] if isinstance(found, (list, tuple)) and len(found) == 1 else found)
+    found = found[0] if isinstance(found, (list, tuple)) and len(found) == 1 else found
+    return np.asarray(found.cpu() if isinstance(found, torch.Tensor) else found)
 
 
 def alone(family: str, cell: Cell) -> np.ndarray:

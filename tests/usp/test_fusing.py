@@ -5,12 +5,13 @@ import logging
 import numpy as np
 import pytest
 import torch
+from diffusers.models.activations import GEGLU
 from diffusers.models.normalization import RMSNorm
 
 from tests import tiny
 from tests.usp.in_ranks import SEED
 from usp.demo import tiny as families
-from usp.fusing import Fused, fuse, plain_norm
+from usp.fusing import Fused, PickedAsReal, fuse, plain_norm
 from usp.pipeline import ParallelPipeline
 from usp.plans import plan_for
 
@@ -99,6 +100,38 @@ def test_the_plain_norm_is_that_of_diffusers_bit_for_bit(bias, weights, dtype):
         got, want = plain_norm(norm, x), norm(x)
         assert got.dtype == want.dtype
         assert torch.equal(got, want)
+
+
+def test_angles_that_are_picked_as_real_numbers_have_the_same_bits():
+    """Z-Image's, made anew and from the table at hand; `close` gives the model its own back."""
+    model = families.build("z-image").transformer
+    own, ids = model.rope_embedder, torch.tensor([[3, 1, 0], [5, 0, 2]])
+    for _ in range(2):
+        made = Fused(model, plan_for(model), fusing=False)
+        picked = model.rope_embedder(ids)
+        assert type(model.rope_embedder) is PickedAsReal
+        made.close()
+        assert model.rope_embedder is own
+        assert picked.dtype == torch.complex64
+        assert torch.equal(picked, own(ids))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_plain_gate_is_that_of_diffusers_bit_for_bit(dtype):
+    """A UNet's GEGLUs: put on by hand on the CPU, each call is handed back; `close` leaves no trace."""
+    model = families.build("sd15").unet.to(dtype)
+    before = traces(model)
+    made = Fused(model, plan_for(model))
+    gates = [m for m in model.modules() if isinstance(m, GEGLU)]
+    assert made.gates == len(gates) > 0
+    assert str(made).startswith(f"0 norms, 0 rotations and {len(gates)} gates fused")
+    for gate in gates:
+        generator = torch.Generator().manual_seed(2)
+        x = torch.randn(2, 5, gate.proj.in_features, generator=generator).to(dtype)
+        assert "forward" in gate.__dict__
+        assert torch.equal(gate(x), GEGLU.forward(gate, x))
+    made.close()
+    assert traces(model) == before
 
 
 def test_a_norm_that_another_hook_has_replaced_is_left():

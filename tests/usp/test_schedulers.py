@@ -9,7 +9,9 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusionPipeline, UniPCMultistepScheduler
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift, retrieve_timesteps
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from runtime.device import Device
 from tests import tiny
 from tests.usp.in_ranks import SEED, alone, error_of, rank
 from usp.demo import tiny as tiny_models
@@ -24,6 +26,7 @@ from usp.schedulers import (
     family_of,
     makes_sigmas,
     scheduler_kept,
+    solved_there,
     with_scheduler,
 )
 
@@ -456,3 +459,42 @@ def test_every_name_is_a_class_of_the_installed_diffusers():
         for choice in choices.values():
             scheduler = getattr(diffusers, choice.cls)(**choice.settings)
             assert {key: scheduler.config[key] for key in choice.settings} == choice.settings
+
+
+class Solver(TorchDispatchMode):
+    """Counts torch's solver of linear equations."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += func is torch.ops.aten._linalg_solve_ex.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("order", [2, 3])
+def test_a_device_without_a_solver_gets_the_same_steps_from_the_inverse(order):
+    """UniPC on an NPU: none of torch's solver, latents to roundings; `step` is the scheduler's own again."""
+    pipeline, results, calls = tiny.build("t2v"), [], []
+    pipeline.scheduler = UniPCMultistepScheduler(**FLOW_SETTINGS, flow_shift=3.0, solver_order=order)
+    for device in (Device("cpu"), Device("npu", 0)):
+        with solved_there(pipeline, device), Solver() as solver:
+            call = tiny.call("t2v", num_inference_steps=6)
+            generator = torch.Generator().manual_seed(SEED)
+            results.append(np.asarray(pipeline(**call, generator=generator).frames))
+        calls.append(solver.calls)
+        assert "step" not in vars(pipeline.scheduler)
+    assert calls[0] > 0
+    assert calls[1] == 0
+    assert np.abs(results[0] - results[1]).max() <= 1e-4
+
+
+def test_an_error_in_a_step_leaves_the_scheduler_its_own():
+    """Also where the scheduler's state is put back."""
+    pipeline = tiny.build("t2v")
+
+    def fail() -> None:
+        with scheduler_kept(pipeline), solved_there(pipeline, Device("npu", 0)):
+            raise ValueError(f"step is {'ours' if 'step' in vars(pipeline.scheduler) else 'its own'}")
+
+    assert error_of(fail) == "ValueError: step is ours"
+    assert "step" not in vars(pipeline.scheduler)

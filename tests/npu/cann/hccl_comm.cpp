@@ -57,6 +57,8 @@ const char* const kNames[] = {"",          "Broadcast", "AllReduce", "Reduce",  
                               "AllGather", "ReduceScatter", "AlltoAllV", "AlltoAllVC", "AlltoAll", "Gather",
                               "Scatter",   "BatchSendRecv"};
 
+void count_dtype(uint32_t dtype) { count(std::string("messages of ") + name_of(static_cast<HcclDataType>(dtype))); }
+
 std::string op_name(uint32_t op) { return op < 14 ? kNames[op] : op == HCCL_CMD_BARRIER ? "Barrier" : std::to_string(op); }
 
 }  // namespace
@@ -203,6 +205,7 @@ std::string Comm::describe(const Frame& frame, int of_rank) const {
 std::string Comm::collective(const Call& call, const std::vector<Share>& shares) {
   const double until = now() + exec_timeout();
   const uint64_t sequence = ++sequence_;
+  if (call.op != HCCL_CMD_BARRIER) count_dtype(call.dtype);
   std::vector<Frame> notes(size);
   std::vector<std::shared_ptr<Landing>> landings(size);
   for (int peer = 0; peer < size; peer++) {
@@ -266,6 +269,7 @@ std::string Comm::point_to_point(const std::vector<Transfer>& transfers) {
   std::vector<std::pair<int, std::shared_ptr<Landing>>> due;
   std::deque<Transfer> sends;
   for (const Transfer& transfer : transfers) {
+    count_dtype(transfer.dtype);
     if (transfer.sends) {
       sends.push_back(transfer);
       continue;
