@@ -90,6 +90,27 @@ class World:
             held = ", ".join(f"rank {rank} has {text}" for rank, text in enumerate(texts))
             raise ValueError(f"{what} differs over ranks: {held}; give every rank the same value")
 
+    def all_or_none(self, what: str, work: Callable[[], T]) -> T:
+        """Return `work()` where it ends well on every rank; all must call it.
+
+        If it fails on any rank, all raise: those their own error, the others PeerError with the first of
+        these, and what they have done is theirs to undo.
+        """
+        key = self.next_key("outcome")
+
+        def share(said: str) -> list[str]:
+            return [] if self.store is None else gather_text(self, key, said, what, self.timeout_s)
+
+        try:
+            result = work()
+        except Exception as error:
+            share(f"{type(error).__name__}: {error}")
+            raise
+        for rank, text in enumerate(share("")):
+            if text:
+                raise PeerError(f"rank {rank} failed in {what}: {text}")
+        return result
+
     def meet(self, what: str, timeout_s: float) -> None:
         """Wait, with no collective open, until every rank is here; for work that takes some ranks longer.
 

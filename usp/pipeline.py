@@ -105,22 +105,48 @@ class ParallelPipeline:
     def _follow(self, arguments: dict[str, Any]) -> None:
         """Take the layout that suits this call's size and guidance, if it was left to us. Collective."""
         config = self._auto.config(arguments) if self._auto else self.parallel
-        if config != self.parallel:
-            self._take_apart()
-            self.parallel = config
+        if config == self.parallel:
+            return
+        before, self.parallel = self.parallel, config
+        self._take_apart()
+        try:
             self._go_parallel()
+        except Exception as error:
+            raise RuntimeError(self._go_back(before, error)) from error
+
+    def _go_back(self, before: ParallelConfig, error: Exception) -> str:
+        """Put the layout of before on again; returns why the other could not be. Collective."""
+        said = f"this call was to run on {self.parallel}, which failed ({type(error).__name__}: {error})"
+        self.parallel = before
+        try:
+            self._go_parallel()
+        except Exception as again:
+            self.close()
+            raise RuntimeError(
+                f"{said}, and so did going back to {before} ({type(again).__name__}: {again}); this "
+                "ParallelPipeline is closed; make a new one around the pipeline"
+            ) from again
+        return f"{said}; {before} is on again, for calls that it suits"
 
     def _go_parallel(self) -> None:
-        groups = make_groups(self.parallel, rank=self.world.rank, timeout_s=self._timeout_s)
-        self._assembly = assemble(
-            self._models, self.parallel, groups, device_type=self.world.device.kind, **self._options
-        )
+        """Put the layout on, on all ranks or on none. Collective."""
+        try:
+            assembly = self.world.all_or_none(f"putting {self.parallel} on", self._assemble)
+        except BaseException:
+            self._take_apart()
+            raise
         for model in self._models.values():
             self._handles.append(model.register_forward_pre_hook(self._before_forward, prepend=True))
         rows = [*start_rows(self.world), ("parallel", str(self.parallel))]
-        rows += groups.rows(communicator_bytes(self.world.backend))
-        rows += self._assembly.rows(self.world.device.torch_device)
+        rows += assembly.groups.rows(communicator_bytes(self.world.backend))
+        rows += assembly.rows(self.world.device.torch_device)
         logger.info(format_report("parallel pipeline", rows))
+
+    def _assemble(self) -> Assembly:
+        groups = make_groups(self.parallel, rank=self.world.rank, timeout_s=self._timeout_s)
+        kind = self.world.device.kind
+        self._assembly = assemble(self._models, self.parallel, groups, device_type=kind, **self._options)
+        return self._assembly
 
     def __call__(self, *args: Any, seed: int | None = None, **kwargs: Any) -> Any:
         """The pipeline's result, on every rank.
@@ -129,7 +155,8 @@ class ParallelPipeline:
         `seed` (None or -1: rank 0 draws one) seeds the noise when no `generator` is given. Generators take
         rank 0's state and are advanced. Collective. Raises ValueError, on all ranks, if ranks pass different
         arguments; RuntimeError once closed, or after a call that failed between steps, since the ranks may
-        then be out of step.
+        then be out of step; and, on all ranks, if "auto" cannot change the layout for this call: the one
+        before is then on again, or the error says that this object is closed.
         """
         self._usable()
         arguments = bind_call(self.pipeline, args, kwargs)

@@ -72,6 +72,9 @@ def test_a_lone_rank_makes_no_group():
         assert world.wait_for_main("save", lambda: "saved", 1) == "saved"
         with pytest.raises(ZeroDivisionError):
             world.wait_for_main("save", lambda: 1 // 0, 1)
+        assert world.all_or_none("work", lambda: 3) == 3
+        with pytest.raises(ZeroDivisionError):
+            world.all_or_none("work", lambda: 1 // 0)
 
 
 class Recorder:
@@ -339,6 +342,22 @@ def test_b38_rank_0s_failure_reaches_the_waiting_ranks(ranks):
     assert zero == ["ZeroDivisionError: integer division or modulo by zero"] * 2
     told = "PeerError: rank 0 failed in saving: ZeroDivisionError: integer division or modulo by zero"
     assert one == [told] * 2
+
+
+def _some_fail(failing: tuple[int, ...]) -> str:
+    with connect(CPU, self_test=False) as world:
+        try:
+            return str(world.all_or_none("work", lambda: 1 // (world.rank not in failing)))
+        except (ZeroDivisionError, PeerError) as error:
+            return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("failing", [(), (1,), (1, 2), (0, 1, 2)])
+def test_work_is_done_by_all_ranks_or_none(ranks, failing):
+    """A rank that fails raises its own error, the others the first of these, by its rank."""
+    own = "ZeroDivisionError: integer division or modulo by zero"
+    other = f"PeerError: rank {failing[0]} failed in work: {own}" if failing else "1"
+    assert ranks(3).run(_some_fail, failing) == [own if here in failing else other for here in range(3)]
 
 
 def _too_slow() -> str:

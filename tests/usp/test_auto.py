@@ -1,16 +1,19 @@
 """parallel="auto" of a pipeline: each call gets the layout that suits it, the same on all ranks."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+from diffusers import FirstBlockCacheConfig
 
 from runtime.device import Device
 from runtime.process_group import connect
 from tests import tiny
-from tests.usp.in_ranks import SEED, alone, error_of, hooks
+from tests.usp.in_ranks import SEED, alone, error_of, hooks, rank
 from tests.usp.test_planner import DEVICE
 from usp.config import ParallelConfig
 from usp.pipeline import ParallelPipeline
@@ -124,3 +127,73 @@ def test_strict_leaves_no_rank_idle(ranks):
         assert " ranks without " in error
         assert config.cfg_degree == config.ulysses_degree == 1
         assert np.abs(frames - one).max() <= 1e-5
+
+
+def call_and_change(spoil: Callable[[Any], Callable[[], None]], cache: float | None) -> dict[str, Any]:
+    """Calls before, while and after a model is spoilt so that another layout cannot be put on."""
+    pipeline = tiny.build("t2v")
+    before = hooks(pipeline.transformer)
+    with ParallelPipeline(pipeline, "auto", cache=cache) as pipe:
+        auto = pipe._auto
+        assert auto is not None
+        auto._machine = DEVICE
+
+        def call(guidance: float) -> str | float:
+            """The error, or how far the result is from one process's."""
+            changes, far = {"guidance_scale": guidance}, []
+
+            def run() -> None:
+                frames = np.asarray(pipe(**tiny.call("t2v", **changes), seed=SEED).frames)
+                far.append(float(np.abs(frames - alone("t2v", changes)).max()))
+
+            return error_of(run) or far[0]
+
+        found = {"guided": call(3.0), "first": str(pipe.parallel)}
+        heal = spoil(pipeline.transformer)
+        found |= {"unguided": call(1.0), "kept": str(pipe.parallel), "guided again": call(3.0)}
+        heal()
+        found |= {"healed": call(1.0), "last": str(pipe.parallel)}
+    return found | {"hooks gone": hooks(pipeline.transformer) == before}
+
+
+def hide_arguments(model: Any, *, ranks: tuple[int, ...]) -> Callable[[], None]:
+    """A first block that does not tell its arguments, on these ranks: it works, but cannot be cut."""
+    if rank() not in ranks:
+        return lambda: None
+    block, own = model.blocks[0], model.blocks[0].forward
+    block.forward = lambda *args, **kwargs: own(*args, **kwargs)
+    return lambda: delattr(block, "forward")
+
+
+@pytest.mark.parametrize("spoilt", [(0, 1), (1,)])
+def test_a_layout_that_cannot_be_put_on_leaves_the_one_before(ranks, spoilt):
+    """On all ranks, also where one alone fails: the error says why, and calls that suit the layout work."""
+    for here, found in enumerate(ranks(2).run(call_and_change, partial(hide_arguments, ranks=spoilt), None)):
+        assert found["first"] == found["kept"] == "cfg2" != found["last"]
+        assert max(found["guided"], found["guided again"], found["healed"]) <= 1e-5
+        text = found["unguided"]
+        assert text.startswith(f"RuntimeError: this call was to run on {found['last']}, which failed (")
+        assert (
+            "ValueError: " if here in spoilt else f"PeerError: rank 1 failed in putting {found['last']}"
+        ) in text
+        assert "splits argument 'hidden_states' of blocks.0, which takes args, kwargs" in text
+        assert text.endswith("; cfg2 is on again, for calls that it suits")
+        assert found["hooks gone"]
+
+
+def enable_a_cache(model: Any) -> Callable[[], None]:
+    """diffusers' own cache, which no layout of ours goes with."""
+    model.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+    return model.disable_cache
+
+
+def test_a_pipeline_that_no_layout_can_be_put_on_says_that_it_is_closed(ranks):
+    """Where the layout before cannot be put on either, the error says so, and so does the next call."""
+    for found in ranks(2).run(call_and_change, enable_a_cache, 0.1):
+        text = found["unguided"]
+        assert "has one of diffusers' own enabled already" in text
+        assert ", and so did going back to cfg2 (ValueError: a cache was asked for; " in text
+        assert text.endswith("); this ParallelPipeline is closed; make a new one around the pipeline")
+        closed = "RuntimeError: this ParallelPipeline is closed; make a new one around the pipeline"
+        assert found["guided again"] == found["healed"] == closed
+        assert found["hooks gone"]

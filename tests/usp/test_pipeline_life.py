@@ -3,6 +3,8 @@
 import io
 import json
 import logging
+import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 from torch.overrides import _get_current_function_mode_stack
 
 from tests import tiny
-from tests.runtime.processes import fork_ranks
+from tests.runtime.processes import fork_ranks, mark, wait_for_marks
 from tests.usp.in_ranks import SEED, alone, error_of, hooks, rank, seeded
 from usp.config import ParallelConfig
 from usp.pipeline import ParallelPipeline
@@ -214,6 +216,50 @@ def test_b07_after_a_call_that_failed_between_steps_no_further_call_is_taken(ran
             "close() this ParallelPipeline and make a new one"
         )
         assert works
+
+
+def fail_in_a_branch(folder: Path) -> None:
+    """Rank 1's guidance branch fails in step 2; then what is left is tried, and a new wrapper."""
+    pipeline, forwards = tiny.build("t2v"), []
+
+    def broken(module: Any, args: Any) -> None:
+        forwards.append(1)
+        if len(forwards) == 2:
+            raise MemoryError("no room")
+
+    pipe = ParallelPipeline(pipeline, "cfg2", timeout_s=2)
+    here = pipe.world.rank
+    if here == 1:
+        handle = pipeline.transformer.blocks[1].register_forward_pre_hook(broken)
+    start = time.monotonic()
+    first = error_of(pipe, **tiny.call("t2v"), seed=SEED)
+    took = time.monotonic() - start
+    mark(folder, here)
+    wait_for_marks(folder, 2)  # rank 1 has not gone: rank 0 must find out without that
+    second = error_of(pipe, **tiny.call("t2v"), seed=SEED)
+    pipe.close()
+    if here == 1:
+        handle.remove()
+    with ParallelPipeline(pipeline, "cfg2") as again:
+        far = np.abs(np.asarray(again(**tiny.call("t2v"), seed=SEED).frames) - alone("t2v", {})).max()
+    print(json.dumps({"first": first, "took": took, "second": second, "far": float(far)}))
+
+
+def test_b07_a_branch_that_fails_on_one_rank_is_an_error_on_all_in_time(tmp_path):
+    """Without `ending_together` the other rank waits for the branch as long as a collective may; then
+    neither takes a further call, and after `close()` a new wrapper works."""
+    ends = fork_ranks(2, fail_in_a_branch, tmp_path, tmp_path)
+    assert [end.code for end in ends] == [0, 0], ends
+    zero, one = (json.loads(end.text.splitlines()[-1]) for end in ends)
+    assert one["first"] == "MemoryError: no room"
+    assert re.search(r"^RuntimeError: .*[Tt]imed out", zero["first"])
+    assert zero["took"] < 2 + 8  # the limit, and a busy machine
+    for found, kind in ((zero, "RuntimeError"), (one, "MemoryError")):
+        assert found["second"] == (
+            f"RuntimeError: an earlier call failed ({kind} after step 1), so the ranks may be out of step; "
+            "close() this ParallelPipeline and make a new one"
+        )
+        assert found["far"] <= TOLERANCE
 
 
 def interrupt_a_call() -> tuple[str, int, str, bool]:
@@ -421,6 +467,27 @@ def test_ranks_with_unlike_pipelines_are_refused_together(ranks, what, shown):
         assert "over ranks: rank 0 has " in text
         for part in shown:
             assert part in text
+
+
+def one_rank_cannot() -> tuple[str, bool]:
+    """The error where rank 1's first block does not tell its arguments, and whether the hooks are gone."""
+    pipeline = tiny.build("t2v")
+    block, before = pipeline.transformer.blocks[0], hooks(pipeline.transformer)
+    if rank() == 1:
+        own = block.forward
+        block.forward = lambda *args, **kwargs: own(*args, **kwargs)
+    return error_of(ParallelPipeline, pipeline, "ulysses2"), hooks(pipeline.transformer) == before
+
+
+def test_a_model_that_one_rank_cannot_spread_is_refused_by_all(ranks):
+    """Req 25: no rank goes on to wait for one that has given up; the first cause is named."""
+    (other, clean), (own, clean_too) = ranks(2).run(one_rank_cannot, timeout_s=20)
+    assert own.startswith(
+        "ValueError: the plan for WanTransformer3DModel splits argument 'hidden_states' of "
+    )
+    assert other == f"PeerError: rank 1 failed in putting ulysses2 on: {own}"
+    assert clean
+    assert clean_too
 
 
 def errors_of_degrees(configs: list[Any]) -> list[str]:

@@ -300,6 +300,28 @@ def test_cfg_degree_counts_whole_sequences(tmp_path):
     assert report["tokens_per_rank"] == [TOKENS, TOKENS]
 
 
+def test_cfg_ring_and_cache_on_four_ranks_make_the_film_of_one(tmp_path):
+    """`--parallel "cfg2 ring2" --cache 0.12`: the skips of one process, and its frames to 1 grey level."""
+    words = ("wan-t2v", "--device", "cpu", "--seed", str(SEED), "--steps", "12", "--cache", "0.12")
+    words += ("--frames", "9")
+    reports, sheets = [], []
+    for size, layout in ((1, ()), (4, ("--parallel", "cfg2 ring2"))):
+        out = tmp_path / str(size) / "film.mp4"
+        run = forked(size, tmp_path / f"run-{size}", usp.run, *words, *layout, "--out", str(out))
+        assert run.code == 0, run.text
+        reports.append(json.loads(run.ranks[0].stdout.splitlines()[-1]))
+        sheets.append(sheet_frames(out.with_suffix(".png"), height=112, width=112))
+    one, four = reports
+    assert four["parallel"] == "cfg2 ring2"
+    assert four["tokens_per_rank"] == [74, 73] * 2
+    assert one["cache"].keys() == four["cache"].keys() == {"transformer/cond", "transformer/uncond"}
+    for branch, report in one["cache"].items():
+        assert 0 < report["hits"] < 12
+        assert four["cache"][branch]["skipped"] == report["skipped"]
+    assert np.abs(sheets[0] - sheets[1]).max() <= 1
+    assert sheets[0].std() > 10, "a picture of nothing would agree too"
+
+
 # --- failures
 
 
@@ -344,8 +366,8 @@ def test_the_layouts_are_shown_without_weights(tmp_path, link):
     assert [rank.stdout for rank in run.ranks[1:]] == [""]
 
 
-def in_block_1_of_step_2(folder: Path, rank: int, act: Callable[[], Any]) -> None:
-    """Have one rank act when block 1 begins its third forward: two guidance branches a step, so in step 2."""
+def in_block_1_of_step_2(folder: Path, rank: int, act: Callable[[], Any], forwards: int = 2) -> None:
+    """Have one rank act when block 1 begins its first forward of step 2; a step has as many `forwards`."""
     load = usp.run.load
 
     def load_with_hook(job: Any, world: Any) -> Any:
@@ -353,7 +375,7 @@ def in_block_1_of_step_2(folder: Path, rank: int, act: Callable[[], Any]) -> Non
         calls = itertools.count(1)
 
         def hook(module: Any, args: Any) -> None:
-            if next(calls) == 3 and world.rank == rank:
+            if next(calls) == forwards + 1 and world.rank == rank:
                 strike(folder, act)
 
         pipeline.transformer.blocks[1].register_forward_pre_hook(hook)
@@ -388,10 +410,17 @@ def fails(folder: Path, size: int, before: Callable[[], Any], *words: str) -> Ru
     return run
 
 
-@pytest.mark.parametrize(("size", "words"), [(3, ()), (4, ("--parallel", "ulysses2 ring2"))])
-def test_b07_an_error_in_a_block_on_rank_1_ends_all(tmp_path, size, words):
-    """Point 9, requirement 25: the first error is named with rank 1 and step 2, once with its traceback."""
-    run = fails(tmp_path, size, partial(in_block_1_of_step_2, tmp_path, 1, raise_error), *words)
+@pytest.mark.parametrize(
+    ("size", "words", "forwards"),
+    [(3, (), 2), (4, ("--parallel", "ulysses2 ring2"), 2), (2, ("--parallel", "cfg2"), 1)],
+)
+def test_b07_an_error_in_a_block_on_rank_1_ends_all(tmp_path, size, words, forwards):
+    """Point 9, requirement 25: the first error is named with rank 1 and step 2, once with its traceback.
+
+    With cfg2 rank 0 waits for rank 1's guidance branch, in the exchange after its own.
+    """
+    before = partial(in_block_1_of_step_2, tmp_path, 1, raise_error, forwards)
+    run = fails(tmp_path, size, before, *words)
     assert "rank 1 failed at step 2: ValueError: no such frame" in run.ranks[1].stderr
     for rank in (r for r in range(size) if r != 1):
         said = f"rank {rank} stops: rank 1 failed first at step 2: ValueError: no such frame"

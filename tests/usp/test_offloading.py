@@ -1,0 +1,111 @@
+"""Pipelines that diffusers and accelerate offload, under the wrapper, on a CPU: the hooks are the real ones,
+and lend weights from the CPU to the CPU."""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import cpu_offload
+
+from tests import tiny
+from tests.usp.families import ALWAYS, lora_for
+from tests.usp.in_ranks import SEED, alone, hooks
+from tests.usp.test_planner import DEVICE
+from usp.pipeline import ParallelPipeline
+
+CPU = torch.device("cpu")
+# "layers" is what enable_sequential_cpu_offload asks of accelerate, but for the device: diffusers 0.42 makes
+# it cpu:0, from which accelerate 1.15 cannot put weights back.
+WAYS = ("model", "layers", "leaf_level", "block_level")
+TOLERANCE = 1e-5  # two ranks against one, see test_pipeline.py
+
+
+def models_of(pipeline: Any) -> list[torch.nn.Module]:
+    """The pipeline's models."""
+    return [part for part in pipeline.components.values() if isinstance(part, torch.nn.Module)]
+
+
+def offload(pipeline: Any, way: str) -> None:
+    """Have a pipeline's weights lent to the CPU for their work alone."""
+    if way == "model":
+        pipeline.enable_model_cpu_offload(device="cpu")
+    elif way == "layers":
+        for model in models_of(pipeline):
+            cpu_offload(model, CPU, offload_buffers=len(model._parameters) > 0)
+    else:
+        blocks = {"num_blocks_per_group": 1} if way == "block_level" else {}
+        pipeline.enable_group_offload(onload_device=CPU, offload_type=way, **blocks)
+    hooks_on = [name for name in ("_hf_hook", "_diffusers_hook") if hasattr(pipeline.transformer, name)]
+    assert hooks_on, "it is offloaded"
+
+
+def offloaded(layout: str, way: str) -> tuple[list[np.ndarray], set[str], bool]:
+    """Two calls of a pipeline that is offloaded, decoded; where its weights lie then; whether its hooks are
+    those of before."""
+    pipeline = tiny.build("t2v")
+    offload(pipeline, way)
+    before = hooks(pipeline.transformer)
+    call = tiny.call("t2v", num_inference_steps=2, output_type="np")
+    with ParallelPipeline(pipeline, layout) as pipe:
+        films = [np.asarray(pipe(**call, seed=SEED).frames) for _ in range(2)]
+    places = {parameter.device.type for model in models_of(pipeline) for parameter in model.parameters()}
+    return films, places, hooks(pipeline.transformer) == before
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("layout", ["ulysses2", "cfg2"])
+def test_an_offloaded_pipeline_stays_offloaded_and_matches_one_process(ranks, layout, way):
+    """Text encoder to decoded frames, twice; "meta" is accelerate's sign for weights that are put away."""
+    one = alone("t2v", {"num_inference_steps": 2, "output_type": "np"})
+    for films, places, left in ranks(2).run(offloaded, layout, way):
+        assert places == {"meta" if way == "layers" else "cpu"}
+        assert max(np.abs(film - one).max() for film in films) <= TOLERANCE
+        assert left
+
+
+CALLS = ({}, {"guidance_scale": 1.0}, {"tokens": (1, 1, 3)}, {"guidance_scale": 1.0, "tokens": (2, 1, 3)})
+Found = tuple[str, np.ndarray, list[list[bool]]]  # layout, latents, what each branch skipped
+
+
+def everything_on(way: str | None) -> list[Found]:
+    """Calls that auto lays out in turns, with a cache, a LoRA, and an offload if there is a way."""
+    pipeline = tiny.build("t2v")
+    pipeline.load_lora_weights(lora_for("transformer", pipeline.transformer), adapter_name="test")
+    if way is not None:
+        offload(pipeline, way)
+    found = []
+    with ParallelPipeline(pipeline, "auto", cache=ALWAYS) as pipe:
+        if pipe.world.world_size > 1:
+            assert pipe._auto is not None
+            pipe._auto._machine = DEVICE  # the same choices on any machine
+        for changes in CALLS:
+            call = tiny.call("t2v", num_inference_steps=4, **changes)
+            latents = np.asarray(pipe(**call, seed=SEED).frames)
+            assert pipe.report is not None
+            skipped = [branch["skipped"] for branch in pipe.report.cache.values()]
+            found.append((str(pipe.parallel), latents, skipped))
+    return found
+
+
+@cache
+def plain() -> list[Found]:
+    """The same in one process, without an offload."""
+    return everything_on(None)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_auto_changes_layouts_with_a_cache_a_lora_and_an_offload_in_force(ranks, way):
+    """Each call's latents and skips are those of one process, whatever was taken off and put on between."""
+    for changes, (_, latents, skipped) in zip(CALLS, plain(), strict=True):
+        without = alone("t2v", {"num_inference_steps": 4, **changes})
+        assert np.abs(latents - without).max() > 1e-3, "the LoRA is meant to matter"
+        assert any(map(any, skipped)), "and so is the cache"
+    for found in ranks(2).run(everything_on, way):
+        layouts = [layout for layout, *_ in found]
+        assert layouts[0] == layouts[2] == "cfg2"
+        assert layouts[1] == layouts[3] != "cfg2"
+        for (_, latents, skipped), (_, want, decided) in zip(found, plain(), strict=True):
+            assert skipped == decided
+            assert np.abs(latents - want).max() <= TOLERANCE
