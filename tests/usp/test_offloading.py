@@ -75,6 +75,8 @@ def everything_on(way: str | None) -> list[Found]:
     pipeline.load_lora_weights(lora_for("transformer", pipeline.transformer), adapter_name="test")
     if way is not None:
         offload(pipeline, way)
+    _, *inner = pipeline.transformer.modules()  # diffusers itself wraps the whole anew after each call
+    before = [module.forward for module in inner]
     found = []
     with ParallelPipeline(pipeline, "auto", cache=ALWAYS) as pipe:
         if pipe.world.world_size > 1:
@@ -86,6 +88,7 @@ def everything_on(way: str | None) -> list[Found]:
             assert pipe.report is not None
             skipped = [branch["skipped"] for branch in pipe.report.cache.values()]
             found.append((str(pipe.parallel), latents, skipped))
+    assert [module.forward for module in inner] == before, "as it was"
     return found
 
 
