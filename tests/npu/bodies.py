@@ -85,21 +85,23 @@ def pipelines(layout: str, cases: list[Case], **options: Any) -> list[np.ndarray
     return results
 
 
-def demo_pipeline() -> Any:
-    """The bundled pipeline in fp32."""
+def demo_pipeline(dtype: torch.dtype = torch.float32) -> Any:
+    """The bundled pipeline in one dtype."""
     from diffusers import WanPipeline
 
-    pipeline = WanPipeline.from_pretrained(usp.demo.MODEL_DIR).to(torch.float32)
+    pipeline = WanPipeline.from_pretrained(usp.demo.MODEL_DIR).to(dtype)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
 
-def demo(layout: str, **options: Any) -> tuple[np.ndarray, dict[str, int], dict[str, int]]:
+def demo(
+    layout: str, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[np.ndarray, dict[str, int], dict[str, int]]:
     """The bundled pipeline's film, which operators ran for it, and which of them with wide numbers."""
     from tests import simulated
 
     simulated.reset_counts()
-    with ParallelPipeline(demo_pipeline(), layout, **options) as pipe:
+    with ParallelPipeline(demo_pipeline(dtype), layout, **options) as pipe:
         film = host(pipe(usp.demo.DEFAULTS.prompt, output_type="np", seed=SEED, **DEMO).frames)
     return film, dict(simulated.CALLS), dict(simulated.WIDE)
 

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from tests.npu.bodies import WORLD, device, error_text
 from tests.usp.test_attention import cached_groups
 from usp import comm
+from usp.attention import npu_kernels
 from usp.attention.kernels import KERNELS, attention, choice, choose, lse_attention, plain
 from usp.attention.npu_kernels import log_sum_exp
 from usp.config import parse_parallel
@@ -248,8 +249,14 @@ def chosen_kernels() -> dict[str, str]:
     return found
 
 
-def kernel_errors() -> dict[str, float]:
-    """Each kernel of the device against plain fp32 attention: out and log-sum-exp, masked rows, a scale."""
+def kernel_errors() -> tuple[dict[str, float], int]:
+    """Each kernel of the device against plain fp32 attention: out and log-sum-exp, masked rows, a scale.
+
+    And how often an operator met a row without keys that it was not told to mind.
+    """
+    from tests import simulated
+
+    simulated.reset_counts()
     generator = torch.Generator().manual_seed(0)
     found = {}
     for dtype, dim in ((torch.float32, 40), (torch.float32, 64), (torch.bfloat16, 64), (torch.float16, 40)):
@@ -260,6 +267,8 @@ def kernel_errors() -> dict[str, float]:
             "no mask": None,
             "square": square,
             "keys": square[:, :, :1],
+            "keys of all samples": square[1:, :, 1:2],
+            "keys of none": square[:, :, :1] & torch.tensor([True, False]).view(2, 1, 1, 1),
             "heads": square.expand(2, 6, 5, 8),
         }
         for name, kernel in KERNELS.items():
@@ -279,6 +288,43 @@ def kernel_errors() -> dict[str, float]:
                     same_rows = torch.equal(lse.cpu() == -torch.inf, wanted[1] == -torch.inf)
                     key = f"{name} {dtype} D{dim} {what} {scale}"
                     found[key] = max(errors) if same_rows else float("nan")
+    return found, simulated.CALLS["a masked row without inner_precise=2"]
+
+
+def masks_in_parts() -> dict[str, tuple[float, int, int]]:
+    """Errors to plain attention where a mask may have 64 bytes, the largest one given, and how many calls."""
+    from tests import simulated
+
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, 2, 16, generator=generator) for n in (13, 8, 8))
+    square = torch.rand(2, 1, 13, 8, generator=generator) > 0.3
+    square[0, 0, 5] = False
+    cases = {"keys": square[:, :, :1], "shown keys": torch.ones(1, 1, 1, 8, dtype=torch.bool)}
+    cases |= {"square": square, "heads": square.expand(2, 2, 13, 8)[:, :, :1]}
+    kernels = (
+        ("npu-fusion", "npu_fusion_attention", torch.float32),
+        ("npu-infer", "npu_fused_infer_attention_score", torch.bfloat16),
+    )
+    kept, npu_kernels.MASK_BYTES = npu_kernels.MASK_BYTES, 64
+    found = {}
+    try:
+        for name, kernel, dtype in kernels:
+            for what, mask in cases.items():
+                there = [t.to(device(), dtype) for t in (q, k, v)]
+                if KERNELS[name].misfit(there[0], mask.to(device())) is not None:
+                    continue
+                lse_attention(*there, None, kernel=name)  # its self-test, whose mask has 40 bytes
+                simulated.reset_counts()
+                out, lse = lse_attention(*there, mask.to(device()), kernel=name)
+                wanted = plain(*(t.to(dtype) for t in (q, k, v)), mask, None)
+                errors = [
+                    torch.nan_to_num(a.cpu() - b, posinf=torch.inf).abs().max().item()
+                    for a, b in zip((out, lse), wanted, strict=True)
+                ]
+                calls = simulated.CALLS
+                found[f"{name} {what}"] = max(errors), calls["largest mask"], calls[kernel]
+    finally:
+        npu_kernels.MASK_BYTES = kept
     return found
 
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from tests.npu import bodies
 from tests.usp import test_lora
@@ -12,6 +13,8 @@ from usp.demo import DEFAULTS
 TOLERANCE = 1e-4
 # Its two layers add a position bias, a float mask, to the scores of two prompts: no fused kernel takes it.
 TEXT_ENCODER_CALLS = 4
+# bf16, which has 8 bits: on the CPU it is 6e-3 off the film of fp32, here 8e-3 off the CPU's.
+HALF_TOLERANCE = 2e-2
 ONE_BRANCH = {"guidance_scale": 1.0}
 CASES: list[Case] = [
     ("t2v", {}),
@@ -62,6 +65,18 @@ def test_the_bundled_model_matches_the_cpu_without_the_host(npu, film, size, lay
     for result, calls, wide in npu(size).run(bodies.demo, layout):
         assert np.abs(result - film).max() <= TOLERANCE
         assert calls["npu_fusion_attention"] > 0
+        assert calls["sdpa with all scores"] == TEXT_ENCODER_CALLS
+        assert wide == {}
+
+
+@pytest.mark.parametrize("layout", ["ulysses2", "ring2"])
+def test_the_bundled_model_in_bf16_takes_the_fused_inference_attention(npu, layout):
+    """As models are run on cards: text encoder, transformer and VAE in half precision, over two ranks."""
+    pipeline = bodies.demo_pipeline(torch.bfloat16)
+    want = pipeline(DEFAULTS.prompt, output_type="np", generator=seeded(SEED), **bodies.DEMO).frames
+    for result, calls, wide in npu(2).run(bodies.demo, layout, torch.bfloat16):
+        assert np.abs(result - want).max() <= HALF_TOLERANCE
+        assert calls["npu_fused_infer_attention_score"] > 0
         assert calls["sdpa with all scores"] == TEXT_ENCODER_CALLS
         assert wide == {}
 

@@ -171,6 +171,7 @@ def npu_fusion_attention(
         fits = mask.shape[0] in (1, q.shape[0]) and mask.shape[1] in (1, head_num)
         fits = fits and (mask.shape[1] == 1 or mask.shape[0] == q.shape[0])
         refuse_unless(fits, f"atten_mask of shape {tuple(mask.shape)}: BNSS, B1SS, 11SS or SS")
+    CALLS["largest mask"] = max(CALLS["largest mask"], 0 if mask is None else mask.numel())
     hidden = hidden_scores(mask, sparse_mode, pre_tockens, next_tockens, q.shape[2], k.shape[2])
     if (
         hidden is not None
@@ -232,6 +233,7 @@ def npu_fused_infer_attention_score(
         refuse_unless(
             fits and q.shape[2] > 1, f"atten_mask of shape {tuple(mask.shape)} for {q.shape[2]} rows"
         )
+    CALLS["largest mask"] = max(CALLS["largest mask"], 0 if mask is None else mask.numel())
     hidden = hidden_scores(mask, sparse_mode, pre_tokens, next_tokens, q.shape[2], k.shape[2])
     if (
         hidden is not None

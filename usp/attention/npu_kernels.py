@@ -6,11 +6,15 @@ operators are in `torch.ops` once that package is imported.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 
+from usp.layout import split_sizes
+
 MAX_HEADS = 256
 MAX_TOKENS = 1 << 20
+MASK_BYTES = 1 << 28  # of a mask at once: it is dense, one byte for each query and key
 FIX_EMPTY_ROWS = 2  # inner_precise: costs time, and is wanted where a row may be wholly masked
 
 
@@ -18,6 +22,12 @@ def infer(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention by `npu_fused_infer_attention_score`, in q's dtype, and its fp32 log-sum-exp."""
+    return _in_parts(_infer, q, k, v, mask, scale)
+
+
+def _infer(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     hidden = None if mask is None else _hidden(mask, q, k)
     out, lse = torch.ops.npu.npu_fused_infer_attention_score(
         *(t.contiguous() for t in (q, k, v)),
@@ -36,6 +46,12 @@ def fusion(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention by `npu_fusion_attention`, in q's dtype, and its fp32 log-sum-exp."""
+    return _in_parts(_fusion, q, k, v, mask, scale)
+
+
+def _fusion(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     hidden = None if mask is None else _hidden(mask, q, k)
     out, greatest, total, *_ = torch.ops.npu.npu_fusion_attention(
         *(t.contiguous() for t in (q, k, v)),
@@ -81,6 +97,55 @@ def fusion_limit(q: torch.Tensor, mask: torch.Tensor | None) -> str | None:
     if q.shape[1] > MAX_TOKENS:
         return f"takes {MAX_TOKENS} tokens at most, not {q.shape[1]}"
     return None
+
+
+def _in_parts(
+    run: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention whose mask the operator never gets larger than MASK_BYTES.
+
+    A mask of keys alone is not given to it: hidden keys are left out, one sample at a time, which waits for
+    the device. Any other is cut by queries, each of which has a result of its own.
+    """
+    if mask is None:
+        return run(q, k, v, None, scale)
+    if mask.shape[1:3] == (1, 1):
+        if mask.shape[0] == 1:
+            return _without_keys(run, q, k, v, mask.flatten(), scale)
+        samples = zip(q.split(1), k.split(1), v.split(1), mask.flatten(1), strict=True)
+        parts = [_without_keys(run, *sample, scale) for sample in samples]
+        outs, lses = zip(*parts, strict=True)
+        return torch.cat(outs), torch.cat(lses)
+    row = (mask.shape[0] if mask.shape[1] == 1 else q.shape[0]) * mask.shape[1] * k.shape[1]
+    most = max(3, MASK_BYTES // row)  # so that no part has a single query, which is another path
+    sizes = split_sizes(q.shape[1], -(-q.shape[1] // most))
+    masks = mask.split(sizes, 2) if mask.shape[2] > 1 else [mask] * len(sizes)
+    parts = [run(part, k, v, shown, scale) for part, shown in zip(q.split(sizes, 1), masks, strict=True)]
+    outs, lses = zip(*parts, strict=True)
+    return torch.cat(outs, 1), torch.cat(lses, 2)
+
+
+def _without_keys(
+    run: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    shown_S: torch.Tensor,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to the keys that are shown."""
+    places = shown_S.nonzero().flatten()
+    if len(places) == 0:
+        lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=torch.float32)
+        return torch.zeros_like(q), lse
+    if len(places) < k.shape[1]:
+        k, v = (t.index_select(1, places) for t in (k, v))
+    return run(q, k, v, None, scale)
 
 
 def _hidden(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
