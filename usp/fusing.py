@@ -109,8 +109,11 @@ class Fused:
 
     def _take_norm(self, norm: Any) -> None:
         """Give one norm a forward; the library's own might call the vendor's operator, on what it refuses."""
+        if self._fusing and type(norm) is nn.RMSNorm and len(norm.normalized_shape) > 1:
+            return self._leave("a norm over several dims")
         if (self._fusing or type(norm) is not nn.RMSNorm) and self._replace_forward(norm, _norm_forward):
             self.norms += self._fusing
+        return None
 
     def _replace_forward(self, module: nn.Module, forward: Any) -> bool:
         """Give a norm or a gate `forward(self, module, x)`; False, and noted, where a hook did so before."""

@@ -184,6 +184,16 @@ def test_a_norm_that_is_fused_is_not_fused_again():
     assert Fused(model, plan_for(model)).left == {"a norm whose forward another hook has replaced": 1}
 
 
+def test_a_norm_over_several_dims_is_left():
+    """The operator takes the last one alone; torch's norm takes the mean over all."""
+    model = tiny.transformer()
+    model.several = torch.nn.RMSNorm((4, 8), elementwise_affine=False)
+    made = Fused(model, plan_for(model))
+    assert "forward" not in model.several.__dict__
+    assert str(made) == "8 norms and 4 rotations fused; 1 not: a norm over several dims"
+    made.close()
+
+
 def test_a_processor_of_ones_own_keeps_its_rotation():
     """Said in the report, and left alone."""
     model = tiny.transformer()
