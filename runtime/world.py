@@ -183,12 +183,18 @@ class World:
 def end_groups(groups: list[ProcessGroup]) -> None:
     """Destroy these process groups and empty the list, which should hold the last reference to each.
 
+    Those that the caller has destroyed before are only let go of.
+
     torch 2.7 ends the threads of a gloo group with Python's lock held, for which one of them may be waiting:
     a hang (pytorch#154976, mended in 2.8). Not so if its backend goes after it, from Python.
     """
     backends = [group._get_backend(device) for group in groups for device in group._device_types]
+    known = dist.distributed_c10d._world.pg_map  # no public way to ask without an error
     while groups:
-        dist.destroy_process_group(groups.pop())
+        if groups[-1] in known:
+            dist.destroy_process_group(groups.pop())
+        else:
+            groups.pop()
     backends.clear()
 
 

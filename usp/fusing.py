@@ -11,6 +11,7 @@ are picked from their table as real numbers also where nothing is fused.
 import functools
 import inspect
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ class Fused:
         self.norms = self.rotations = self.gates = 0
         self.left: dict[str, int] = {}  # why one was left as it was, and how many
         self._name, self._fusing, self._pairs_limit = type(model).__name__, fusing, pairs_limit
+        self._closed = False
         self._model: Any = model
         self._said: set[str] = set()
         self._forwards: list[tuple[nn.Module, Any]] = []
@@ -88,7 +90,8 @@ class Fused:
         for norm, forward in self._forwards:
             if norm.__dict__.get("forward") is forward:
                 del norm.__dict__["forward"]
-        self._fusing = False  # a forward that an offload hook has wrapped since stays, and is the plain one
+        # A forward that an offload hook has wrapped since stays, and is the plain one.
+        self._fusing, self._closed = False, True
         for handle in self._handles:
             handle.remove()
         if isinstance(getattr(self._model, "rope_embedder", None), PickedAsReal):
@@ -106,18 +109,34 @@ class Fused:
 
     def _take_norm(self, norm: Any) -> None:
         """Give one norm a forward; the library's own might call the vendor's operator, on what it refuses."""
+        if self._fusing and type(norm) is nn.RMSNorm and len(norm.normalized_shape) > 1:
+            return self._leave("a norm over several dims")
         if (self._fusing or type(norm) is not nn.RMSNorm) and self._replace_forward(norm, _norm_forward):
             self.norms += self._fusing
+        return None
 
     def _replace_forward(self, module: nn.Module, forward: Any) -> bool:
         """Give a norm or a gate `forward(self, module, x)`; False, and noted, where a hook did so before."""
-        if "forward" in module.__dict__:
+        if not self._is_plain(module):
             kind = "gate" if forward is _gate_forward else "norm"
             self._leave(f"a {kind} whose forward another hook has replaced")
             return False
         module.forward = functools.partial(forward, self, module)
         self._forwards.append((module, module.forward))
         return True
+
+    @staticmethod
+    def _is_plain(module: nn.Module) -> bool:
+        """True unless a module's forward is replaced.
+
+        What accelerate's hooks leave behind is what they found: the class's own, or ours of a closed owner.
+        """
+        found = module.__dict__.get("forward")
+        if isinstance(found, functools.partial) and found.func in (_norm_forward, _gate_forward):
+            return found.args[0]._closed and found.args[1] is module
+        if isinstance(found, MethodType):
+            return found.__self__ is module and found.__func__ is type(module).forward
+        return found is None
 
     def norm(self, norm: Any, x: torch.Tensor) -> torch.Tensor:
         """What the norm's own forward gives, by the vendor's operator where that takes it."""

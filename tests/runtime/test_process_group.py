@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import time
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from runtime.device import Device, detect_device
 from runtime.log import setup_logging
 from runtime.process_group import PeerError, RankEnv, World, communicator_bytes, connect, read_rank_env
 from tests.runtime.processes import fork_ranks, free_port
+from usp.config import ParallelConfig
+from usp.mesh import make_groups
 
 CPU = Device("cpu")
 ALL = -1
@@ -236,6 +239,34 @@ def test_b69_a_group_made_by_the_caller_is_used_and_not_destroyed(ranks):
     """Its rank, size and backend are taken over; after close() its collectives still work."""
     for _ in range(2):
         assert ranks(2).run(_use_callers_group) == [[r, 2, False, "gloo", 0, True] for r in range(2)]
+
+
+def _destroyed_before(folder: Path) -> None:
+    told = []
+    for again in (False, True):
+        world = connect(CPU, timeout_s=20)
+        groups = make_groups(ParallelConfig(cfg_degree=2, ulysses_degree=2), rank=world.rank)
+        world.meet("all groups are made", 10)
+        dist.destroy_process_group()
+        if again:
+            dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+        groups.close()
+        world.close()
+        total = torch.ones(1)
+        if again:
+            dist.all_reduce(total)
+            dist.destroy_process_group()
+        told.append([total.item(), world.group is None, dist.is_initialized()])
+    (folder / f"told-{world.rank}").write_text(json.dumps(told))
+
+
+def test_groups_that_the_caller_has_destroyed_are_let_go_of(tmp_path):
+    """The default group and those of the axes; a group that was made since is not touched."""
+    ends = fork_ranks(4, _destroyed_before, tmp_path, tmp_path)
+    assert [(end.code, end.text) for end in ends] == [(0, "")] * 4
+    for rank in range(4):
+        told = json.loads((tmp_path / f"told-{rank}").read_text())
+        assert told == [[1.0, True, False], [4.0, True, False]]
 
 
 def _broken(name: str, rank: int, how: str) -> str:

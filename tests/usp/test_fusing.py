@@ -1,10 +1,14 @@
 """Fusing where a device has no operators: nothing is touched. With them: tests/npu/test_fused.py."""
 
+import functools
+import gc
 import logging
+import weakref
 
 import numpy as np
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from diffusers.models.activations import GEGLU
 from diffusers.models.normalization import RMSNorm
 
@@ -138,7 +142,7 @@ def test_a_norm_that_another_hook_has_replaced_is_left():
     """As sequential offload does; and a forward that was wrapped since is the plain one after `close`."""
     model = tiny.transformer()
     offloaded, wrapped = model.blocks[0].attn1.norm_q, model.blocks[0].attn1.norm_k
-    offloaded.forward = offloaded.forward
+    offloaded.forward = functools.partial(type(offloaded).forward, offloaded)
     made = Fused(model, plan_for(model))
     assert made.left == {"a norm whose forward another hook has replaced": 1}
     ours = wrapped.forward
@@ -147,6 +151,47 @@ def test_a_norm_that_another_hook_has_replaced_is_left():
     assert "forward" in wrapped.__dict__
     x = torch.randn(1, 2, wrapped.weight.shape[0])
     assert torch.equal(wrapped(x), torch.nn.RMSNorm.forward(wrapped, x))
+
+
+def test_a_norm_whose_hook_was_taken_off_is_fused():
+    """accelerate puts the forward that it found on the module itself: the class's, or ours, closed since."""
+    model = tiny.transformer()
+    add_hook_to_module(model.blocks[0].attn1.norm_q, ModelHook())
+    remove_hook_from_module(model, recurse=True)
+    assert "forward" in model.blocks[0].attn1.norm_q.__dict__
+    first = Fused(model, plan_for(model))
+    assert (first.norms, first.left) == (8, {})
+    add_hook_to_module(model.blocks[0].attn1.norm_k, ModelHook())
+    first.close()
+    remove_hook_from_module(model, recurse=True)
+    assert model.blocks[0].attn1.norm_k.forward.args[0] is first
+    second, first = Fused(model, plan_for(model)), weakref.ref(first)
+    assert (second.norms, second.left) == (8, {})
+    gc.collect()
+    assert first() is None, "the closed one is kept alive"
+    second.close()
+    assert traces(model) == traces(tiny.transformer())
+
+
+def test_a_norm_that_is_fused_is_not_fused_again():
+    """Nor one that is bound to another module."""
+    model = tiny.transformer()
+    other = model.blocks[0].attn1.norm_k
+    first = Fused(model, plan_for(model))
+    assert Fused(model, plan_for(model)).left == {"a norm whose forward another hook has replaced": 8}
+    first.close()
+    model.blocks[0].attn1.norm_q.forward = other.forward
+    assert Fused(model, plan_for(model)).left == {"a norm whose forward another hook has replaced": 1}
+
+
+def test_a_norm_over_several_dims_is_left():
+    """The operator takes the last one alone; torch's norm takes the mean over all."""
+    model = tiny.transformer()
+    model.several = torch.nn.RMSNorm((4, 8), elementwise_affine=False)
+    made = Fused(model, plan_for(model))
+    assert "forward" not in model.several.__dict__
+    assert str(made) == "8 norms and 4 rotations fused; 1 not: a norm over several dims"
+    made.close()
 
 
 def test_a_processor_of_ones_own_keeps_its_rotation():
