@@ -76,7 +76,7 @@ def _on_this_host(launch: Launch, options: argparse.Namespace) -> None:
     """Print the commands of all hosts, or become torchrun on this one."""
     visible = launch.vendor.visible
     devices = options.devices
-    if devices is None and visible is not None and not os.environ.get(visible):
+    if devices is None and visible and not any(name in os.environ for name in visible):
         devices = tuple(range(launch.nproc))
     port = _hccl_port(launch, devices)
     host = Host(cores=available_cores(), devices=devices, hccl_port=port)
@@ -187,7 +187,9 @@ def _add_schedulers(every: argparse._SubParsersAction[_Parser]) -> None:
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nproc", type=int, required=True, help="ranks per host")
     parser.add_argument("--nodes", type=int, default=1, help="hosts (1)")
-    parser.add_argument("--timeout", type=float, help="torch's limit of a collective (the program's, or 600)")
+    parser.add_argument(
+        "--timeout", type=float, help="torch's limit of a collective, told to usp (the program's, or 600)"
+    )
     parser.add_argument("--groups", type=int, help="communicators per rank (from the program's --parallel)")
     parser.add_argument("--exec", action="store_true", help="run it instead of printing it")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -47,7 +48,7 @@ def environment(launch: Launch, host: Host, given: Mapping[str, str]) -> list[Se
     """Return every variable that matters to this launch, with its reason. Pure.
 
     What `given` (the environment at hand) sets already is kept. Raises UsageError where what is kept cannot
-    work: two allocator variables, timeouts in the wrong order, fewer visible devices than ranks.
+    work: two allocator variables, timeouts in the wrong order, no visible device of its own for each rank.
     """
     wanted = [
         *_threads(launch, host),
@@ -111,24 +112,37 @@ def _allocator(launch: Launch, given: Mapping[str, str]) -> Iterator[Setting]:
 
 
 def _devices(launch: Launch, host: Host, given: Mapping[str, str]) -> Iterator[Setting]:
-    name = launch.vendor.visible
-    if name is None:
+    names = launch.vendor.visible
+    if not names:
         if host.devices is not None:
             raise UsageError(f"--devices on {launch.kind}, whose devices have no numbers; leave it out")
         return
     asked = "" if host.devices is None else ",".join(map(str, host.devices))
-    shown = given.get(name) or asked
-    if asked and shown != asked:
-        raise UsageError(f"--devices {asked} but {name}={shown} is set; unset one of the two")
-    if not shown:
-        return
-    listed = [word for word in shown.split(",") if word.strip()]
+    shown = {name: given[name] for name in names if name in given}
+    for name, value in shown.items():
+        if asked and value != asked:
+            raise UsageError(f"--devices {asked} but {name}={value} is set; unset one of the two")
+    if asked and not shown:
+        shown = {names[0]: asked}
+    for name, value in shown.items():
+        _check_devices(launch, name, value)
+        yield Setting(name, value, "rank r of a host takes the r-th of these")
+
+
+def _check_devices(launch: Launch, name: str, value: str) -> None:
+    """Raise UsageError unless the list has a device for each rank of a host."""
+    listed = [word.strip() for word in value.split(",") if word.strip()]
+    if listed in ([], ["-1"]):
+        raise UsageError(f"{name}={value} hides every {launch.kind} device; unset it")
+    if any(re.fullmatch(r"\d+-\d+", word) for word in listed):
+        raise UsageError(f"{name}={value}; ranges are not read there; list each number, as in 4,5,6,7")
+    if len(set(listed)) < len(listed):
+        raise UsageError(f"{name}={value} lists a device twice; ranks cannot share one; list each once")
     if len(listed) < launch.nproc:
         raise UsageError(
-            f"{name}={shown} shows {len(listed)} devices; --nproc {launch.nproc} needs one for each rank; "
+            f"{name}={value} shows {len(listed)} devices; --nproc {launch.nproc} needs one for each rank; "
             f"use --nproc {len(listed)}, or show more"
         )
-    yield Setting(name, shown, "rank r of a host takes the r-th of these")
 
 
 def _timeouts(launch: Launch) -> Iterator[Setting]:

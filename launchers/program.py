@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from launchers.vendors import VENDORS, Vendor
 TIMEOUT_S = 600.0  # what `usp` gives a collective if nothing else is said
 AXES = ("cfg", "ring", "gather_kv", "ulysses")
 OURS = ("usp.run", "usp.verify", "usp.bench")  # take --device; without it the first device found
+TIMED = ("usp.run", "usp.verify")  # take --timeout; the bench keeps TIMEOUT_S
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +52,11 @@ def describe(
     timeout_s: float | None = None,
     groups: int | None = None,
 ) -> Launch:
-    """Return the launch; timeout and groups are read from the program's own words unless they are given.
+    """Return the launch; timeout and groups are read from the words of a command of ours unless given.
 
-    A command of ours is told its device, which it would choose by itself. Raises UsageError for what cannot
-    be started: no program, no ranks, more ranks than such a host can have, or a device or timeout other than
-    the program's.
+    Such a command is told its device, which it would choose by itself, and the timeout that is given. The
+    words of any other program are its own. Raises UsageError for what cannot be started: no program, no
+    ranks, more ranks than such a host can have, or a device or timeout other than the program's.
     """
     if not program:
         raise UsageError("no program was given; put it behind --, as in -- -m usp.run wan-t2v")
@@ -62,27 +64,47 @@ def describe(
         raise UsageError(f"--nproc {nproc} --nodes {nodes} makes no rank; give numbers of at least 1")
     if VENDORS[kind].one_device and nproc > 1:
         raise UsageError(f"--nproc {nproc} on {kind}; such a host has one device; use --nproc 1")
-    said = option_value(program, "--timeout")
-    if said is not None and not re.fullmatch(r"\d+(\.\d+)?", said):
-        raise UsageError(f"the program's --timeout {said} is not a number of seconds")
-    if said is not None and timeout_s is not None and float(said) != timeout_s:
-        raise UsageError(f"--timeout {timeout_s:g} differs from the program's own --timeout {said}; give one")
+    name, words = _command_of_ours(program)
+    limit_s = _limit_s(name, words, timeout_s)
+    added = _device_words(words, kind) if name else ()
+    if name in TIMED and timeout_s is not None and option_value(words, "--timeout") is None:
+        added += ("--timeout", str(timeout_s).removesuffix(".0"))
     return Launch(
         kind=kind,
         nproc=nproc,
         nodes=nodes,
-        program=(*program, *_device_words(program, kind)),
-        timeout_s=timeout_s or float(said or TIMEOUT_S),
-        groups=groups or count_groups(program, nproc * nodes),
+        program=(*program, *added),
+        timeout_s=limit_s,
+        groups=groups or count_groups(words, nproc * nodes),
     )
 
 
-def _device_words(program: Sequence[str], kind: str) -> tuple[str, ...]:
+def _command_of_ours(program: Sequence[str]) -> tuple[str | None, Sequence[str]]:
+    """Return the module and its words; None and no words for a program that is not one of ours."""
     options = read_options(program)
-    name = next((word for word in program[options[-1].end if options else 0 :] if word != "--"), None)
-    if name not in OURS:
-        return ()
-    said = option_value(program, "--device")
+    at = options[-1].end if options else 0
+    at += program[at : at + 1] in (["--"], ("--",))
+    return (program[at], program[at + 1 :]) if at < len(program) and program[at] in OURS else (None, ())
+
+
+def _limit_s(name: str | None, words: Sequence[str], timeout_s: float | None) -> float:
+    said = option_value(words, "--timeout")
+    if said is not None and not re.fullmatch(r"\d+(\.\d+)?", said):
+        raise UsageError(f"the program's --timeout {said} is not a number of seconds")
+    if timeout_s is not None and not 0 < timeout_s < math.inf:
+        raise UsageError(f"--timeout {timeout_s:g} is no limit; give a number of seconds above 0")
+    if said is not None and timeout_s is not None and float(said) != timeout_s:
+        raise UsageError(f"--timeout {timeout_s:g} differs from the program's own --timeout {said}; give one")
+    limit_s = timeout_s or float(said or TIMEOUT_S)
+    if name and name not in TIMED and limit_s != TIMEOUT_S:
+        raise UsageError(
+            f"--timeout {limit_s:g} for {name}, whose limit is always {TIMEOUT_S:g} s; leave it out"
+        )
+    return limit_s
+
+
+def _device_words(words: Sequence[str], kind: str) -> tuple[str, ...]:
+    said = option_value(words, "--device")
     if said is None:
         return ("--device", kind)
     if said.partition(":")[0] != kind and (said.partition(":")[0], kind) != ("cuda", "rocm"):

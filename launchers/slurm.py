@@ -13,6 +13,10 @@ from launchers.usprun import UsageError
 
 MEETING = ("--node-rank", "$SLURM_NODEID", "--master-addr", "$MASTER_ADDR", "--master-port", "$MASTER_PORT")
 
+NOT_SHOWN = (
+    "# Slurm does not tell a job which {kind} devices are its own: two jobs on a host would use the same."
+)
+
 FILE = """\
 #!/bin/bash
 #SBATCH --job-name={name}
@@ -62,14 +66,16 @@ def batch_file(launch: Launch, settings: Iterable[Setting], job: SlurmJob) -> st
     words = torchrun_words(launch, {}, meeting=MEETING)
     inside = " ".join(word if word.startswith("--") else f'"{word}"' for word in MEETING)
     gres = job.gres or launch.vendor.gres
-    options = [f"--gres={gres}:{launch.nproc}"] if gres else []
-    options += [f"--partition={job.partition}"] if job.partition else []
+    options = [f"#SBATCH --gres={gres}:{launch.nproc}"] if gres else []
+    options += [f"#SBATCH --partition={job.partition}"] if job.partition else []
+    if launch.vendor.visible and not launch.vendor.slurm_shows:
+        options += [NOT_SHOWN.format(kind=launch.kind), "#SBATCH --exclusive"]
     return FILE.format(
         name=job.name,
         nodes=launch.nodes,
         cores=job.cores,
         time=job.time,
-        options="".join(f"#SBATCH {option}\n" for option in options),
+        options="".join(f"{option}\n" for option in options),
         heading=heading(launch),
         exports="\n".join(exports(settings)),
         command=f"exec {command_line(torchrun_command([]))} {inside}",

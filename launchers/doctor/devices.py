@@ -112,8 +112,8 @@ def _check_seen(machine: Machine, torch: Torch, kind: str) -> Finding:
         return Finding("problem", f"{kind} in torch", fact, f"install a torch with {vendor.backend}")
     files = len(_files(machine, kind)) if kind != "rocm" else seen
     if seen < files:
-        shown = machine.environ.get(vendor.visible or "", "")
-        fact = f"{seen} of {files} seen" + (f" ({vendor.visible}={shown})" if shown else "")
+        shown = [f" ({name}={machine.environ[name]})" for name in vendor.visible if machine.environ.get(name)]
+        fact = f"{seen} of {files} seen" + "".join(shown)
         return Finding("note", f"{kind} in torch", fact, f"start at most {seen} ranks here")
     return Finding("ok", f"{kind} in torch", f"{seen} seen, {vendor.backend} built in")
 

@@ -168,10 +168,10 @@ def _timeouts(machine: Machine, timeout_s: float) -> Iterator[Finding]:
 
 def _hidden_devices(machine: Machine, kinds: Sequence[str]) -> Iterator[Finding]:
     for kind in kinds:
-        name = VENDORS[kind].visible
-        if name and machine.environ.get(name) in ("", "-1"):
-            fact = f"{name}={machine.environ[name]} hides every {kind} device"
-            yield Finding("problem", "variables", fact, f"unset {name}")
+        for name in VENDORS[kind].visible:
+            if machine.environ.get(name) in ("", "-1"):
+                fact = f"{name}={machine.environ[name]} hides every {kind} device"
+                yield Finding("problem", "variables", fact, f"unset {name}")
 
 
 def _blocking(machine: Machine) -> Iterator[Finding]:

@@ -20,6 +20,7 @@ from launchers.doctor.machine import Finding, Machine, last_words
 from launchers.doctor.nvidia import read_links
 from launchers.doctor.python import Torch, look_at_torch
 from launchers.ports import free_ports
+from launchers.vendors import VENDORS
 
 ROOT = Path(__file__).parents[2]
 
@@ -458,6 +459,14 @@ def test_variables_that_contradict_are_told(tmp_path, environ, state, fact):
     assert found[0].state == state
     assert found[0].fact.startswith(fact)
     assert (found[0].remedy != "") == (state != "ok")
+
+
+@pytest.mark.parametrize("name", VENDORS["rocm"].visible)
+def test_each_variable_that_hides_devices_is_told(tmp_path, name):
+    """ROCm has three, and each alone can hide every device."""
+    (found,) = host_module.check_environment(Machine(tmp_path, {name: "-1"}), ["rocm"], 600.0)
+    assert (found.state, found.fact) == ("problem", f"{name}=-1 hides every rocm device")
+    assert found.remedy == f"unset {name}"
 
 
 def test_hazard_9_hccl_ports_taken_or_given_away_are_told(tmp_path):

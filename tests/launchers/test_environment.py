@@ -7,7 +7,7 @@ import pytest
 import typer.main
 
 from launchers.environment import BUFFERS_MB, Host, buffer_mb, check_order, environment
-from launchers.program import OURS, count_groups, describe, option_value, read_degrees
+from launchers.program import OURS, TIMED, count_groups, describe, option_value, read_degrees
 from launchers.usprun import UsageError
 from launchers.vendors import VENDORS
 from usp.config import parse_parallel
@@ -166,14 +166,52 @@ def test_the_timeout_is_the_programs():
         describe("cpu", (*RUN, "--timeout", "soon"), nproc=1)
 
 
+@pytest.mark.parametrize("name", OURS)
+def test_our_commands_are_told_the_timeout_of_the_launch(name):
+    """Else torch's limit stays 600 s, below the vendor's timeouts; one that has no such option is refused."""
+    words = ("-m", name, "wan-t2v", "--device", "npu")
+    if name not in TIMED:
+        told = rf"^--timeout 1800 for {name}, whose limit is always 600 s; leave it out$"
+        with pytest.raises(UsageError, match=told):
+            describe("npu", words, nproc=2, timeout_s=1800.0)
+        assert describe("npu", words, nproc=2, timeout_s=600.0).program == words
+        return
+    for timeout_s, word in ((1800.0, "1800"), (601.5, "601.5"), (1234567.0, "1234567")):
+        launch = describe("npu", words, nproc=2, timeout_s=timeout_s)
+        assert (launch.program, launch.timeout_s) == ((*words, "--timeout", word), timeout_s)
+    own = (*words, "--timeout=1800")
+    assert describe("npu", own, nproc=2, timeout_s=1800.0).program == own
+    assert describe("npu", words, nproc=2).program == words
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_timeout_must_be_a_limit(timeout_s):
+    """It goes to the program and into variables: one sentence here, before either."""
+    with pytest.raises(UsageError, match=r"^--timeout \S+ is no limit; give a number of seconds above 0$"):
+        describe("npu", RUN, nproc=2, timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("start", [("train.py",), ("-m", "other"), ("-m", "usp.planner")])
+def test_the_words_of_another_program_are_its_own(start):
+    """They may look like ours and mean something else: the launcher's own, and its defaults, hold."""
+    words = (*start, "--timeout", "soon", "--parallel", "cfg2 ulysses2 ring2", "--attention", "ring")
+    words += ("--device", "7", "usp.run")
+    launch = describe("npu", words, nproc=8)
+    assert (launch.program, launch.timeout_s, launch.groups) == (words, 600, 3)
+    launch = describe("npu", words, nproc=8, timeout_s=1800, groups=5)
+    assert (launch.program, launch.timeout_s, launch.groups) == (words, 1800, 5)
+
+
 def test_devices_are_shown_and_counted():
     """The list goes into the vendor's variable; fewer than ranks, or two lists that differ, are refused."""
     eight = Host(cores=8, devices=tuple(range(8)))
     for kind, vendor in VENDORS.items():
         if vendor.visible:
-            assert values(kind, host=eight)[vendor.visible] == "0,1,2,3,4,5,6,7"
-            assert vendor.visible not in values(kind)
-            assert values(kind, nproc=2, given={vendor.visible: "4,5"})[vendor.visible + "*"] == "4,5"
+            assert values(kind, host=eight)[vendor.visible[0]] == "0,1,2,3,4,5,6,7"
+            assert not set(vendor.visible) & set(values(kind))
+        for name in vendor.visible:
+            chosen = values(kind, nproc=2, given={name: "4,5"})
+            assert {n: v for n, v in chosen.items() if "VISIBLE" in n or "MASK" in n} == {name + "*": "4,5"}
     name = "ASCEND_RT_VISIBLE_DEVICES"
     with pytest.raises(UsageError, match=rf"^{name}=0,1 shows 2 devices; --nproc 8 needs .* use --nproc 2"):
         values("npu", given={name: "0,1"})
@@ -181,6 +219,27 @@ def test_devices_are_shown_and_counted():
         values("npu", host=eight, given={name: "0,1"})
     with pytest.raises(UsageError, match=r"^--devices on cpu, whose devices have no numbers; leave it out$"):
         values("cpu", host=eight)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind, vendor in VENDORS.items() for name in vendor.visible]
+)
+def test_a_users_own_list_must_have_a_device_for_each_rank(kind, name):
+    """Each of the vendor's variables, alone or beside a good one; one sentence that names it."""
+    for value, told in (
+        ("", f"{name}= hides every {kind} device; unset it"),
+        ("-1", f"{name}=-1 hides every {kind} device; unset it"),
+        ("4,5,4,5", f"{name}=4,5,4,5 lists a device twice; ranks cannot share one; list each once"),
+        ("4, 4", f"{name}=4, 4 lists a device twice; ranks cannot share one; list each once"),
+        ("4-7", f"{name}=4-7; ranges are not read there; list each number, as in 4,5,6,7"),
+        ("4", f"{name}=4 shows 1 devices; --nproc 2 needs one for each rank; use --nproc 1, or show more"),
+    ):
+        for given in ({}, dict.fromkeys(VENDORS[kind].visible, "4,5")):
+            with pytest.raises(UsageError) as caught:
+                values(kind, nproc=2, given={**given, name: value})
+            assert str(caught.value) == told
+    kept = values(kind, nproc=2, given={name: "GPU-12-34,GPU-12-35"})
+    assert kept[name + "*"] == "GPU-12-34,GPU-12-35", "a device's own name is no range"
 
 
 def test_hazard_9_hccl_gets_free_ports_by_one_rule():
@@ -231,11 +290,13 @@ def test_our_commands_are_told_the_device_of_the_launch(kind):
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_our_commands_take_a_device(name):
+def test_our_commands_take_a_device_and_those_named_a_timeout(name):
     """In every one of their forms."""
     module = importlib.import_module(f"{name}.__main__" if name == "usp.bench" else name)
     for command in typer.main.get_command(module.app).commands.values():
-        assert any("--device" in option.opts for option in command.params), command.name
+        taken = {word for option in command.params for word in option.opts}
+        assert "--device" in taken, command.name
+        assert ("--timeout" in taken) == (name in TIMED), command.name
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import yaml
 from launchers.__main__ import main
 from launchers.ports import HCCL_PORTS, free_ports, taken
 from launchers.usprun import UsageError
+from launchers.vendors import VENDORS
 
 ROOT = Path(__file__).parents[2]
 RUN = ["--", "-m", "usp.run", "wan-t2v", "--prompt", "it's a $(red) circle"]
@@ -177,6 +178,28 @@ def test_hazard_9_hosts_that_are_not_seen_are_asked_for_free_ports(capsys):
         assert "HCCL_IF_BASE_PORT" not in text
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind, vendor in VENDORS.items() for name in vendor.visible]
+)
+def test_devices_are_chosen_only_where_the_user_did_not(capsys, monkeypatch, kind, name):
+    """One variable of the vendor's that is set is enough, an empty one too: it hides all, and is refused."""
+    words = [kind, "--nproc", "2", "--", "x.py"]
+    assert f"export {VENDORS[kind].visible[0]}=0,1 " in printed(capsys, *words)
+    monkeypatch.setenv(name, "4,5")
+    text = printed(capsys, *words)
+    assert re.search(rf"^# {name}=4,5 +# set already, kept$", text, re.MULTILINE)
+    assert "0,1" not in text
+    monkeypatch.setenv(name, "")
+    assert refused(capsys, *words) == f"{name}= hides every {kind} device; unset it"
+
+
+def test_the_timeout_of_the_launch_reaches_the_program(capsys):
+    """HCCL's timeouts follow --timeout, so torch's must too: our command line really has it."""
+    text = printed(capsys, "npu", "--nproc", "2", "--timeout", "1800", *RUN)
+    assert shlex.split(text.splitlines()[-1])[-4:] == ["--device", "npu", "--timeout", "1800"]
+    assert "export HCCL_EXEC_TIMEOUT=1700 " in text
+
+
 def test_what_is_set_already_is_shown_and_kept(capsys, monkeypatch):
     """A user's own value is a comment in the text, not an export."""
     monkeypatch.setenv("HCCL_BUFFSIZE", "64")
@@ -335,6 +358,9 @@ def test_the_slurm_file_asks_for_the_vendors_devices(capsys, device, gres):
     assert f"#SBATCH --gres={gres}\n#SBATCH --partition=fast\n" in text
     assert "VISIBLE_DEVICES" not in text
     assert "#SBATCH --cpus-per-task=64\n" in text
+    head = text.split("\nset -euo pipefail\n")[0].splitlines()
+    assert all(line.startswith("#") for line in head), "Slurm stops reading options at a command"
+    assert ("#SBATCH --exclusive" in head) == (device in ("npu", "musa")), "Slurm shows these no devices"
     assert "#SBATCH --gres=h200:8\n" in printed(capsys, *words, "--gres", "h200", *RUN)
     assert subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True).stderr == ""
 
