@@ -5,7 +5,8 @@ gets a forward of its own instance. Rotations are formulas inside diffusers' pro
 norms of query and key (`usp.rotations`); so the attention is called without its angles, and hooks on those
 norms rotate what they give: the same numbers, one module earlier. What an operator refuses is left as it
 was and said once; but complex angles become real in any case, as complex products may run on the host, and
-are picked from their table as real numbers also where nothing is fused.
+are picked from their table as real numbers also where nothing is fused. On a device that has neither such
+operators nor complex numbers this is all that is done, by the plain rotation.
 """
 
 import functools
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from runtime import fused
+from runtime.device import Device
 from runtime.log import get_logger
 from usp.adapter import matching
 from usp.plan import ShardPlan
@@ -31,11 +33,14 @@ SMALLEST = torch.finfo(torch.float32).eps  # what torch adds where a norm's eps 
 def fuse(model: nn.Module, plan: ShardPlan, mode: str, kind: str) -> "Fused | None":
     """Fuse what `mode` ("auto", "on", "off") asks for on a device of this kind; None if that is nothing.
 
+    Whatever the mode, complex angles become real on a device without fused operators and complex numbers.
+
     Raises ValueError, leaving the model as it was, if "on" finds nothing to fuse.
     """
     fused.check_fused(mode, kind)
     if kind not in fused.KINDS:
-        return None
+        real = None if Device(kind).supports_complex else Fused(model, plan, fusing=False, angles_only=True)
+        return real if real is not None and real.real_angles else None
     made = Fused(model, plan, fusing=mode != "off", pairs_limit=fused.pairs_limit(kind))
     if mode == "on" and not made.norms and not made.rotations and not made.gates:
         made.close()
@@ -49,18 +54,27 @@ def fuse(model: nn.Module, plan: ShardPlan, mode: str, kind: str) -> "Fused | No
 class Fused:
     """A model with its norms, rotations and gates fused, or with `fusing` False plain; `close()` undoes it.
 
+    With `angles_only`, and `fusing` False, its complex angles become real and the rest is left as it is.
+
     `norms`, `rotations` and `gates` are how many there are: as many calls of the vendor's operators in a
     forward of the whole model, where each takes what comes. `pairs_limit` is why this device's operator
-    rotates none, or None. Says so itself, as text.
+    rotates none, or None. `real_angles` tells whether there were complex ones. Says so itself, as text.
     """
 
     def __init__(
-        self, model: nn.Module, plan: ShardPlan, *, fusing: bool = True, pairs_limit: str | None = None
+        self,
+        model: nn.Module,
+        plan: ShardPlan,
+        *,
+        fusing: bool = True,
+        pairs_limit: str | None = None,
+        angles_only: bool = False,
     ) -> None:
+        assert not (fusing and angles_only), "angles_only fuses nothing"
         self.norms = self.rotations = self.gates = 0
         self.left: dict[str, int] = {}  # why one was left as it was, and how many
         self._name, self._fusing, self._pairs_limit = type(model).__name__, fusing, pairs_limit
-        self._closed = False
+        self._closed, self._angles_only, self.real_angles = False, angles_only, False
         self._model: Any = model
         self._said: set[str] = set()
         self._forwards: list[tuple[nn.Module, Any]] = []
@@ -70,7 +84,7 @@ class Fused:
         from diffusers.models.activations import GEGLU
         from diffusers.models.normalization import RMSNorm  # late: rank 0 alone may say what importing says
 
-        for module in model.modules():
+        for module in () if angles_only else model.modules():
             if type(module) in (nn.RMSNorm, RMSNorm):
                 self._take_norm(module)
             elif type(module) is GEGLU and self._replace_forward(module, _gate_forward):
@@ -78,8 +92,9 @@ class Fused:
         self._embedder = getattr(model, "rope_embedder", None)
         if type(self._embedder).__name__ == "RopeEmbedder":
             self._model.rope_embedder = PickedAsReal(self._embedder)
+            self.real_angles = True
         planned = [m for entry in plan.attentions for _, m in matching(model, entry.modules)]
-        for module in model.modules() if fusing else ():
+        for module in model.modules() if fusing or angles_only else ():
             known = ROTATIONS.get(_processor_of(module))
             across = getattr(module, "is_cross_attention", False)
             if module in planned or (known is not None and not known.planned and not across):
@@ -103,7 +118,8 @@ class Fused:
     def __str__(self) -> str:
         norms, rotations = f"{self.norms} norms", f"{self.rotations} rotations"
         counts = f"{norms}, {rotations} and {self.gates} gates" if self.gates else f"{norms} and {rotations}"
-        counts = f"{counts} fused" if self._fusing else "off"
+        plain = "off, complex angles as real numbers" if self._angles_only else "off"
+        counts = f"{counts} fused" if self._fusing else plain
         left = ", ".join(f"{number} not: {why}" for why, number in self.left.items())
         return f"{counts}; {left}" if left else counts
 
@@ -163,6 +179,8 @@ class Fused:
         rotation = ROTATIONS.get(processor)
         if rotation is None:
             return self._leave(f"{processor} {UNSERVED.get(processor, 'is not a processor that we know')}")
+        if self._angles_only and not rotation.complex:
+            return None
         norms = [name for name in rotation.norms if isinstance(getattr(attention, name, None), nn.Module)]
         if norms[:2] != list(rotation.norms[:2]):
             return self._leave(f"{processor} without norms of query and key")
@@ -177,7 +195,8 @@ class Fused:
         for name in norms:
             hook = functools.partial(rotated.rotate, name)
             self._handles.append(getattr(attention, name).register_forward_hook(hook))
-        self.rotations += len(norms) if self._pairs_limit is None else 0
+        self.rotations += len(norms) if self._fusing and self._pairs_limit is None else 0
+        self.real_angles |= rotation.complex
         return None
 
     def _before(
@@ -195,7 +214,8 @@ class Fused:
         for tables in found:
             limit = _limit(rotated.rotation, attention, bound.arguments["hidden_states"], tables)
             if limit is not None:
-                self._say(limit)
+                if self._fusing:
+                    self._say(limit)
                 if not rotated.rotation.complex:  # else plainly by `fused.rotary`, in real numbers
                     return None
         rotated.pending.update(zip(rotated.norms, found, strict=True))

@@ -120,6 +120,28 @@ def test_angles_that_are_picked_as_real_numbers_have_the_same_bits():
         assert torch.equal(picked, own(ids))
 
 
+@pytest.mark.parametrize("kind", ["musa", "mps"])
+@pytest.mark.parametrize("mode", ["auto", "off"])
+def test_a_device_without_complex_numbers_gets_real_angles_alone(kind, mode):
+    """Only the families that have complex ones, and no norm or gate; `close` leaves no trace."""
+    for family in ("z-image", "qwen-image"):
+        model = families.build(family).transformer
+        before = traces(model)
+        made = fuse(model, plan_for(model), mode, kind)
+        assert made is not None
+        assert str(made) == "off, complex angles as real numbers"
+        assert [name for name, module in model.named_modules() if "forward" in module.__dict__] == []
+        made.close()
+        assert traces(model) == before
+    for family in ("wan-t2v", "flux", "sd3"):
+        model = families.build(family).transformer
+        before = traces(model)
+        assert fuse(model, plan_for(model), mode, kind) is None
+        assert traces(model) == before
+    with pytest.raises(ValueError, match=f"fused=on on {kind}; only npu has"):
+        fuse(model, plan_for(model), "on", kind)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_plain_gate_is_that_of_diffusers_bit_for_bit(dtype):
     """A UNet's GEGLUs: put on by hand on the CPU, each call is handed back; `close` leaves no trace."""
