@@ -16,7 +16,15 @@ from collections.abc import Iterator
 MODULES = [
     *("torch", "torch.accelerator", "torch.backends", "torch.backends.mps", "torch.compiler"),
     *("torch.distributed", "torch.distributed.device_mesh", "torch.distributed.distributed_c10d"),
-    *("torch.library", "torch.mps", "torch.nn", "torch.nn.attention", "torch.nn.functional", "torch.nn.init"),
+    *(
+        "torch.library",
+        "torch.linalg",
+        "torch.mps",
+        "torch.nn",
+        "torch.nn.attention",
+        "torch.nn.functional",
+        "torch.nn.init",
+    ),
     *("torch.nn.Module", "torch.nn.utils", "torch.ops", "torch.ops.aten", "torch.optim", "torch.overrides"),
     *("torch.profiler", "torch.random", "torch.special", "torch.Tensor", "torch.utils"),
     *("torch.utils._python_dispatch", "torch.version", "torch._C"),

@@ -121,9 +121,11 @@ def _alone(plain: Any, job: Job, world: World, seed: int) -> Trace:
     """The run of one process: diffusers' own pipeline.
 
     With a cache it is one under our wrapper, since decisions are to be the same; also on a device that has
-    fused operators, since diffusers calls some by itself that give another picture, or an error.
+    fused operators, since diffusers calls some by itself that give another picture, or an error, and on one
+    without complex numbers.
     """
-    if job.cache is None and world.device.kind not in fused.KINDS:
+    as_it_is = world.device.kind not in fused.KINDS and world.device.supports_complex
+    if job.cache is None and as_it_is:
         return _traced(plain, job, decode=True, generator=torch.Generator("cpu").manual_seed(seed))
     lone = World(0, 1, world.local_rank, world.device)
     with job.parallel(plain, ParallelConfig(), lone) as pipeline:
