@@ -55,10 +55,25 @@ class Assembly:
         if self.exchange is not None:
             self.exchange.begin_call()
         for one in self.applied.values():
+            if one.branches is not None:
+                one.branches.unnamed = 0
             if one.cfg is not None:
                 one.cfg.begin_call()
             if one.cache is not None:
                 one.cache.begin_call(is_last=lambda done: is_last_step())
+
+    def end_step(self) -> None:
+        """After a step: raise ValueError, on all ranks, if a cache cannot tell guidance branches apart."""
+        for name, one in self.applied.items():
+            if one.branches is None:
+                continue
+            forwards, one.branches.unnamed = one.branches.unnamed, 0
+            if one.cache is not None and forwards > 1 and not plan_for(one.model).stacked:
+                raise ValueError(
+                    f"a cache was asked for; the pipeline ran {name} {forwards} times in a step without "
+                    "naming its guidance branches (cache_context), which would share one state; leave the "
+                    "cache off, or turn guidance off"
+                )
 
     def end_call(self) -> None:
         """Free what a call keeps."""

@@ -19,10 +19,11 @@ class Branches:
     def __init__(self, model: nn.Module, told_apart_by: tuple[str, ...] = ()) -> None:
         self._model, self._told_apart_by = model, told_apart_by
         self._context = self._arguments = ""
+        self.unnamed = 0  # forwards outside of any context so far; alike on all ranks
         self._watched = hasattr(model, "cache_context")
         if self._watched:
             model.cache_context = self._wrap(model.cache_context)  # type: ignore[assignment]
-        self._handles = []
+        self._handles = [model.register_forward_pre_hook(self._count)]
         if told_apart_by:
             look = self._look(inspect.signature(model.forward))
             self._handles.append(model.register_forward_pre_hook(look, prepend=True, with_kwargs=True))
@@ -31,6 +32,9 @@ class Branches:
     def current(self) -> str:
         """The branch of the forward at hand."""
         return f"{self._context} {self._arguments}".strip()
+
+    def _count(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.unnamed += not self._context
 
     def _look(self, signature: inspect.Signature) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -322,6 +322,8 @@ class ParallelPipeline:
             self.step = step + 1
             if self._watch is not None:
                 self._watch.mark_step()
+            if self._assembly is not None:
+                self._assembly.end_step()
             if users is not None:
                 tensors = users(pipeline, step, timestep, tensors)
             if hasattr(pipeline, "_interrupt"):  # whoever stops, stops all
