@@ -188,6 +188,8 @@ def end_groups(groups: list[ProcessGroup]) -> None:
     torch 2.7 ends the threads of a gloo group with Python's lock held, for which one of them may be waiting:
     a hang (pytorch#154976, mended in 2.8). Not so if its backend goes after it, from Python.
     """
+    if not groups:  # where torch is built without torch.distributed there are none
+        return
     backends = [group._get_backend(device) for group in groups for device in group._device_types]
     known = dist.distributed_c10d._world.pg_map  # no public way to ask without an error
     while groups:
