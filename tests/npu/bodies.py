@@ -3,9 +3,9 @@
 Imported by the server before it forks, so that every rank has it.
 """
 
+import functools
 import inspect
 import tempfile
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +20,7 @@ import usp.verify
 from runtime.device import Device
 from tests import tiny
 from tests.usp import families, test_attention, test_comm, test_lora
-from tests.usp.in_ranks import SEED, Case
+from tests.usp.in_ranks import SEED, Case, error_of, offload, seeded
 from usp.config import CacheConfig
 from usp.job import prepare
 from usp.options import JobOptions
@@ -94,6 +94,13 @@ def demo_pipeline(dtype: torch.dtype = torch.float32) -> Any:
     return pipeline
 
 
+@functools.cache
+def film_alone(dtype: torch.dtype = torch.float32) -> np.ndarray:
+    """One CPU process's film of the bundled model."""
+    call = {"output_type": "np", "generator": seeded(SEED), **DEMO}
+    return demo_pipeline(dtype)(usp.demo.DEFAULTS.prompt, **call).frames
+
+
 def demo(
     layout: str, dtype: torch.dtype = torch.float32, **options: Any
 ) -> tuple[np.ndarray, dict[str, int], dict[str, int]]:
@@ -156,15 +163,6 @@ def scheduled(kind_of_model: str, name: str, where: torch.device) -> torch.Tenso
     return sample.cpu()
 
 
-def error_text(function: Callable[..., Any], *args: Any) -> str:
-    """The error that a call ends with, as "RuntimeError: text"; "" if it ends well."""
-    try:
-        function(*args)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 def cached_pipeline(layout: str, case: Case, threshold: float) -> tuple[np.ndarray, list[list[bool]]]:
     """A tiny pipeline with a first-block cache: its result, and which forwards each branch skipped."""
     name, changes = case
@@ -175,22 +173,11 @@ def cached_pipeline(layout: str, case: Case, threshold: float) -> tuple[np.ndarr
         return result, [branch["skipped"] for branch in pipe.report.cache.values()]
 
 
-def offload(pipeline: Any, way: str) -> None:
-    """Have diffusers and accelerate keep a pipeline's weights on the host and lend them to this device."""
-    if way == "model":
-        pipeline.enable_model_cpu_offload(device=device())
-    elif way == "sequential":
-        pipeline.enable_sequential_cpu_offload(device=device())
-    else:
-        blocks = {"num_blocks_per_group": 1} if way == "block_level" else {}
-        pipeline.enable_group_offload(onload_device=device(), offload_type=way, **blocks)
-
-
 def offloaded(layout: str, case: Case, way: str) -> tuple[list[np.ndarray], set[str]]:
     """A tiny pipeline that is offloaded, called twice: its results, and where its weights lie afterwards."""
     name, changes = case
     pipeline = tiny.build(name)
-    offload(pipeline, way)
+    offload(pipeline, way, device())
     with ParallelPipeline(pipeline, layout) as pipe:
         results = [host(pipe(**tiny.call(name, **changes), seed=SEED).frames) for _ in range(2)]
     models = [c for c in pipeline.components.values() if isinstance(c, torch.nn.Module)]
@@ -215,7 +202,7 @@ def device_facts() -> dict[str, Any]:
     return {
         "total": here.memory_total(),
         "peak": peak,
-        "too much": error_text(lambda: torch.empty(1 << 28, device=device())).split(":")[0],
+        "too much": error_of(lambda: torch.empty(1 << 28, device=device())).split(":")[0],
         "same numbers": torch.equal(draws[0], draws[1]),
         "other numbers": not torch.equal(draws[0], draws[2]),
         "loaded": loaded.device == device() and loaded.cpu().tolist() == [3.0] * 8,

@@ -18,9 +18,9 @@ from torch import nn
 from runtime import fused
 from tests import simulated
 from tests.npu import bodies
-from tests.npu.bodies import device, error_text
+from tests.npu.bodies import device
 from tests.usp import families
-from tests.usp.in_ranks import SEED
+from tests.usp.in_ranks import SEED, error_of
 from usp.demo import tiny
 from usp.fusing import Fused, fuse
 from usp.pipeline import ParallelPipeline
@@ -294,7 +294,7 @@ def unet_with(mode: str) -> str:
         down_block_types=("DownBlock2D",), up_block_types=("UpBlock2D",), mid_block_type=None,
     )  # fmt: skip
     made: list[Any] = []
-    text = error_text(lambda: made.append(fuse(model, plan_for(model), mode, "npu")))
+    text = error_of(lambda: made.append(fuse(model, plan_for(model), mode, "npu")))
     return text or str(made[0])
 
 

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from tests.npu.bodies import WORLD, device, error_text
+from tests.npu.bodies import WORLD, device
+from tests.usp.in_ranks import error_of
 from tests.usp.test_attention import cached_groups
 from usp import comm
 from usp.attention import npu_kernels
@@ -71,7 +72,7 @@ def keys_and_values_apart() -> str:
             work.wait()
         torch.npu.synchronize()
 
-    return error_text(both)
+    return error_of(both)
 
 
 def transposed_send() -> bool:
@@ -108,7 +109,7 @@ def divergent() -> str:
         dist.all_reduce(tensor) if dist.get_rank() == 0 else dist.all_gather(rows, tensor)
         torch.npu.synchronize()
 
-    return error_text(differ)
+    return error_of(differ)
 
 
 def absent() -> str:
@@ -120,7 +121,7 @@ def absent() -> str:
         dist.all_reduce(torch.ones(8, device=device()))
         torch.npu.synchronize()
 
-    return error_text(come)
+    return error_of(come)
 
 
 def one_card_for_two() -> str:
@@ -132,7 +133,7 @@ def one_card_for_two() -> str:
         dist.all_reduce(torch.ones(2, device="npu:0"), group=group)
         torch.npu.synchronize()
 
-    return error_text(meet)
+    return error_of(meet)
 
 
 def communicators(layout: str) -> tuple[int, int]:
@@ -201,7 +202,7 @@ def runtime_facts() -> dict[str, Any]:
         "format": torch.ops.npu.get_npu_format(convolution.weight),
         "capability": torch.npu.get_device_capability(),
         "fp64": here.supports_float64,
-        "cpu generator": error_text(
+        "cpu generator": error_of(
             lambda: torch.randn(2, generator=torch.Generator().manual_seed(1), device=device())
         ),
     }
@@ -217,14 +218,14 @@ def late_error() -> str:
     tensor, watch = torch.ones(8, device=device()), Stopwatch(WORLD[0].device)
     differ = dist.all_reduce if dist.get_rank() == 0 else partial(dist.broadcast, src=1)
     work = differ(tensor, async_op=True)
-    told = error_text(watch.mark_step)
+    told = error_of(watch.mark_step)
     del work  # its own end would have waited
     return told
 
 
 def too_much() -> str:
     """A tensor that is larger than the device."""
-    return error_text(lambda: torch.empty(1 << 28, device=device()))
+    return error_of(lambda: torch.empty(1 << 28, device=device()))
 
 
 def chosen_kernels() -> dict[str, str]:
@@ -247,6 +248,12 @@ def chosen_kernels() -> dict[str, str]:
         name = f"{str(dtype).removeprefix('torch.')} D{dim} S{tokens} H{heads} {what}"
         found[name] = choice("auto", q, masks[what])
     return found
+
+
+def farthest(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> float:
+    """How far results are from what is wanted, at most; -inf from -inf is 0."""
+    both = zip(found, wanted, strict=True)
+    return max(torch.nan_to_num(a.cpu() - b, posinf=torch.inf).abs().max().item() for a, b in both)
 
 
 def kernel_errors() -> tuple[dict[str, float], int]:
@@ -281,13 +288,10 @@ def kernel_errors() -> tuple[dict[str, float], int]:
                     out, lse = lse_attention(*there, hidden, kernel=name, scale=scale)
                     wanted = plain(*(t.to(dtype) for t in (q, k, v)), mask, scale)
                     assert out.dtype == lse.dtype == torch.float32
-                    errors = [
-                        torch.nan_to_num(a.cpu() - b, posinf=torch.inf).abs().max().item()
-                        for a, b in zip((out, lse), wanted, strict=True)
-                    ]
+                    error = farthest((out, lse), wanted)
                     same_rows = torch.equal(lse.cpu() == -torch.inf, wanted[1] == -torch.inf)
                     key = f"{name} {dtype} D{dim} {what} {scale}"
-                    found[key] = max(errors) if same_rows else float("nan")
+                    found[key] = error if same_rows else float("nan")
     return found, simulated.CALLS["a masked row without inner_precise=2"]
 
 
@@ -317,12 +321,8 @@ def masks_in_parts() -> dict[str, tuple[float, int, int]]:
                 simulated.reset_counts()
                 out, lse = lse_attention(*there, mask.to(device()), kernel=name)
                 wanted = plain(*(t.to(dtype) for t in (q, k, v)), mask, None)
-                errors = [
-                    torch.nan_to_num(a.cpu() - b, posinf=torch.inf).abs().max().item()
-                    for a, b in zip((out, lse), wanted, strict=True)
-                ]
                 calls = simulated.CALLS
-                found[f"{name} {what}"] = max(errors), calls["largest mask"], calls[kernel]
+                found[f"{name} {what}"] = farthest((out, lse), wanted), calls["largest mask"], calls[kernel]
     finally:
         npu_kernels.MASK_BYTES = kept
     return found
@@ -431,7 +431,7 @@ def refused_index() -> str:
     """A device with its index on two ranks."""
     from runtime.device import detect_device
 
-    return error_text(lambda: detect_device("npu:0", local_rank=0, world_size=2))
+    return error_of(lambda: detect_device("npu:0", local_rank=0, world_size=2))
 
 
 def sums_of(device_dtype: torch.dtype) -> list[float]:

@@ -5,8 +5,6 @@ import pytest
 
 from tests.npu import bodies, fusing
 from tests.usp.families import STEPS, Cell, alone
-from tests.usp.in_ranks import SEED, seeded
-from usp.demo import DEFAULTS
 
 # In ulps: the operator rounds its result, the plain form of diffusers also the norm before its weight.
 # Rotations are of fp32 inside, by one formula, and must be equal: rounded angles would show.
@@ -87,18 +85,11 @@ def test_a_model_with_nothing_to_fuse_is_an_error(npu):
     assert npu(1).run(fusing.unet_with, "auto") == ["0 norms and 0 rotations fused"]
 
 
-@pytest.fixture(scope="module")
-def film() -> np.ndarray:
-    """One CPU process's film of the bundled model."""
-    pipeline = bodies.demo_pipeline()
-    return pipeline(DEFAULTS.prompt, output_type="np", generator=seeded(SEED), **bodies.DEMO).frames
-
-
 @pytest.mark.parametrize("mode", ["on", "auto", "off"])
-def test_the_bundled_model_over_two_ranks(npu, film, mode):
+def test_the_bundled_model_over_two_ranks(npu, mode):
     """The CPU's film, with exactly as many calls of the vendor's operators as the model has."""
     for result, calls, wide in npu(2).run(fusing.demo, "ulysses2", mode):
-        assert np.abs(result - film).max() <= TOLERANCE
+        assert np.abs(result - bodies.film_alone()).max() <= TOLERANCE
         assert wide == {}
         fused = mode != "off"
         assert calls.get("npu_rms_norm", 0) == fused * 4 * LAYERS * FORWARDS

@@ -6,8 +6,7 @@ import torch
 
 from tests.npu import bodies
 from tests.usp import test_lora
-from tests.usp.in_ranks import SEED, Case, alone, seeded
-from usp.demo import DEFAULTS
+from tests.usp.in_ranks import Case, alone
 
 # fp32, attention in another order of sums; 2e-6 comes out, and a grey level of 8 bits is 4e-3.
 TOLERANCE = 1e-4
@@ -31,13 +30,6 @@ def on_the_cpu() -> dict[str, np.ndarray]:
     return {str(case): alone(*case) for case in CASES}
 
 
-@pytest.fixture(scope="module")
-def film() -> np.ndarray:
-    """One CPU process's film of the bundled model."""
-    pipeline = bodies.demo_pipeline()
-    return pipeline(DEFAULTS.prompt, output_type="np", generator=seeded(SEED), **bodies.DEMO).frames
-
-
 @pytest.mark.parametrize(
     ("size", "layout"),
     [
@@ -57,13 +49,13 @@ def test_every_kind_of_wan_matches_the_cpu(npu, on_the_cpu, size, layout):
 
 
 @pytest.mark.parametrize(("size", "layout"), [(1, "auto"), (2, "ulysses2"), (2, "ring2"), (4, "cfg2 ring2")])
-def test_the_bundled_model_matches_the_cpu_without_the_host(npu, film, size, layout):
+def test_the_bundled_model_matches_the_cpu_without_the_host(npu, size, layout):
     """The whole film, text encoder and decoding included, with host fallback off; attention is the vendor's.
 
     TORCH_NPU_FALLBACK_CPU_DISABLE=1 makes an operator without an NPU kernel an error that names it.
     """
     for result, calls, wide in npu(size).run(bodies.demo, layout):
-        assert np.abs(result - film).max() <= TOLERANCE
+        assert np.abs(result - bodies.film_alone()).max() <= TOLERANCE
         assert calls["npu_fusion_attention"] > 0
         assert calls["sdpa with all scores"] == TEXT_ENCODER_CALLS
         assert wide == {}
@@ -72,8 +64,7 @@ def test_the_bundled_model_matches_the_cpu_without_the_host(npu, film, size, lay
 @pytest.mark.parametrize("layout", ["ulysses2", "ring2"])
 def test_the_bundled_model_in_bf16_takes_the_fused_inference_attention(npu, layout):
     """As models are run on cards: text encoder, transformer and VAE in half precision, over two ranks."""
-    pipeline = bodies.demo_pipeline(torch.bfloat16)
-    want = pipeline(DEFAULTS.prompt, output_type="np", generator=seeded(SEED), **bodies.DEMO).frames
+    want = bodies.film_alone(torch.bfloat16)
     for result, calls, wide in npu(2).run(bodies.demo, layout, torch.bfloat16):
         assert np.abs(result - want).max() <= HALF_TOLERANCE
         assert calls["npu_fused_infer_attention_score"] > 0

@@ -358,7 +358,8 @@ def npu_geglu(
     left, right = x.float().chunk(2, dim)
     gate, values = (left, right) if activate_left else (right, left)
     gate = torch.nn.functional.gelu(gate, approximate=("none", "tanh")[approximate])
-    return on_device((values * gate).to(x.dtype), device), on_device(gate.to(x.dtype), device)
+    out, gate = placed(device, (values * gate).to(x.dtype), gate.to(x.dtype))
+    return out, gate
 
 
 def register() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from accelerate import cpu_offload
 from hypothesis import HealthCheck, settings
 from torch import nn
 
@@ -68,6 +69,25 @@ def error_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
 def hooks(model: nn.Module) -> int:
     """How many forward hooks and pre-hooks a model and its modules hold."""
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def offload(pipeline: Any, way: str, device: torch.device) -> None:
+    """Have diffusers and accelerate keep a pipeline's weights on the host and lend them to a device.
+
+    "layers" is what "sequential" asks of accelerate, without the index that diffusers gives every device.
+    """
+    if way == "model":
+        pipeline.enable_model_cpu_offload(device=device)
+    elif way == "sequential":
+        pipeline.enable_sequential_cpu_offload(device=device)
+    elif way == "layers":
+        for model in (part for part in pipeline.components.values() if isinstance(part, nn.Module)):
+            cpu_offload(model, device, offload_buffers=len(model._parameters) > 0)
+    else:
+        blocks = {"num_blocks_per_group": 1} if way == "block_level" else {}
+        pipeline.enable_group_offload(onload_device=device, offload_type=way, **blocks)
+    marks = ("_hf_hook", "_diffusers_hook")
+    assert any(hasattr(pipeline.transformer, mark) for mark in marks), "it is offloaded"
 
 
 def rank() -> int:

@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate import cpu_offload
 
 from tests import tiny
 from tests.usp.families import ALWAYS, lora_for
-from tests.usp.in_ranks import SEED, alone, hooks
+from tests.usp.in_ranks import SEED, alone, hooks, offload
 from tests.usp.test_planner import DEVICE
 from usp.pipeline import ParallelPipeline
 
@@ -27,25 +26,11 @@ def models_of(pipeline: Any) -> list[torch.nn.Module]:
     return [part for part in pipeline.components.values() if isinstance(part, torch.nn.Module)]
 
 
-def offload(pipeline: Any, way: str) -> None:
-    """Have a pipeline's weights lent to the CPU for their work alone."""
-    if way == "model":
-        pipeline.enable_model_cpu_offload(device="cpu")
-    elif way == "layers":
-        for model in models_of(pipeline):
-            cpu_offload(model, CPU, offload_buffers=len(model._parameters) > 0)
-    else:
-        blocks = {"num_blocks_per_group": 1} if way == "block_level" else {}
-        pipeline.enable_group_offload(onload_device=CPU, offload_type=way, **blocks)
-    hooks_on = [name for name in ("_hf_hook", "_diffusers_hook") if hasattr(pipeline.transformer, name)]
-    assert hooks_on, "it is offloaded"
-
-
 def offloaded(layout: str, way: str) -> tuple[list[np.ndarray], set[str], bool]:
     """Two calls of a pipeline that is offloaded, decoded; where its weights lie then; whether its hooks are
     those of before."""
     pipeline = tiny.build("t2v")
-    offload(pipeline, way)
+    offload(pipeline, way, CPU)
     before = hooks(pipeline.transformer)
     call = tiny.call("t2v", num_inference_steps=2, output_type="np")
     with ParallelPipeline(pipeline, layout) as pipe:
@@ -75,7 +60,7 @@ def everything_on(way: str | None) -> list[Found]:
     pipeline = tiny.build("t2v")
     pipeline.load_lora_weights(lora_for("transformer", pipeline.transformer), adapter_name="test")
     if way is not None:
-        offload(pipeline, way)
+        offload(pipeline, way, CPU)
     _, *inner = pipeline.transformer.modules()  # diffusers itself wraps the whole anew after each call
     before = [module.forward for module in inner]
     found = []
