@@ -41,6 +41,7 @@ from usp.tasks import (
     check_words,
     choose_dtype,
     fit,
+    imported_class,
     model_path,
     parse_weights,
     pipeline_class,
@@ -205,13 +206,11 @@ def with_model(job: Job, facts: ModelFacts) -> Job:
 def _check_files(job: Job) -> None:
     """Raise ValueError unless `--weights` and `--lora` have the keys of the folder's models; reads configs
     and headers, and the LoRA files."""
-    import diffusers
-
     from usp.loading import check_weights, empty_models  # which bring transformers
 
     check_weights(job.model.folder, job.weights)
     if job.loras:
-        pipeline = getattr(diffusers, pipeline_class(job.request, job.model))
+        pipeline = imported_class(pipeline_class(job.request, job.model))
         names = getattr(pipeline, "_lora_loadable_modules", ())
         check_fits(pipeline, empty_models(job.model.folder, names), job.loras)
 

@@ -176,7 +176,7 @@ def check_call(request: Request, facts: ModelFacts) -> None:
         raise ValueError(
             f"--image was given; {facts.folder} holds a model of text alone, not Wan 2.2 5B; leave it away"
         )
-    taken = inspect.signature(_imported(name).__call__).parameters
+    taken = inspect.signature(imported_class(name).__call__).parameters
     for argument in request.call_arguments():
         if argument not in taken:
             option = OPTIONS.get(argument, argument)
@@ -185,7 +185,7 @@ def check_call(request: Request, facts: ModelFacts) -> None:
             )
 
 
-def _imported(name: str) -> Any:
+def imported_class(name: str) -> Any:
     """The class of diffusers; ValueError if what diffusers imports for it does not load."""
     import diffusers
 
@@ -203,7 +203,7 @@ def _imported(name: str) -> Any:
 
 def call_with_defaults(request: Request, facts: ModelFacts) -> dict[str, Any]:
     """The call's arguments, with the pipeline class's defaults for the rest."""
-    call = inspect.signature(_imported(pipeline_class(request, facts)).__call__)
+    call = inspect.signature(imported_class(pipeline_class(request, facts)).__call__)
     return {name: p.default for name, p in call.parameters.items()} | request.call_arguments()
 
 

@@ -114,7 +114,8 @@ def _every_layout(job: Job, world_size: int) -> list[ParallelConfig]:
     if not plan_of_folder(job.model).attentions:
         return [ParallelConfig(cfg_degree=world_size)]
     found = [parse_parallel(text.strip("'")) for text in spellings(world_size)]
-    return [config for config in found if config.cfg_degree <= max(2, job.branches)]
+    most = max(2, job.branches)
+    return [config for config in found if config.cfg_degree <= most]
 
 
 def _alone(plain: Any, job: Job, world: World, seed: int) -> Trace:
