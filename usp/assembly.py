@@ -50,30 +50,23 @@ class Assembly:
     exchange: BranchExchange | None
     applied: dict[str, Applied] = field(default_factory=dict)
 
-    def begin_call(self, *, is_last_step: Callable[[], bool]) -> None:
-        """Forget the call before, also one that failed."""
+    def begin_call(self, *, is_last_step: Callable[[], bool], steps_told: bool) -> None:
+        """Forget the call before, also one that failed. `steps_told`: `end_step` will follow each step."""
         if self.exchange is not None:
             self.exchange.begin_call()
         for one in self.applied.values():
-            if one.branches is not None:
-                one.branches.unnamed = 0
+            if one.branches is not None:  # the forwards of a stacked pipeline are told apart by arguments alone
+                one.branches.begin_call(steps_told=steps_told and not plan_for(one.model).stacked)
             if one.cfg is not None:
                 one.cfg.begin_call()
             if one.cache is not None:
                 one.cache.begin_call(is_last=lambda done: is_last_step())
 
     def end_step(self) -> None:
-        """After a step: raise ValueError, on all ranks, if a cache cannot tell guidance branches apart."""
-        for name, one in self.applied.items():
-            if one.branches is None:
-                continue
-            forwards, one.branches.unnamed = one.branches.unnamed, 0
-            if one.cache is not None and forwards > 1 and not plan_for(one.model).stacked:
-                raise ValueError(
-                    f"a cache was asked for; the pipeline ran {name} {forwards} times in a step without "
-                    "naming its guidance branches (cache_context), which would share one state; leave the "
-                    "cache off, or turn guidance off"
-                )
+        """A step of the call has ended."""
+        for one in self.applied.values():
+            if one.branches is not None:
+                one.branches.end_step()
 
     def end_call(self) -> None:
         """Free what a call keeps."""
@@ -82,10 +75,20 @@ class Assembly:
                 one.cache.end_call()
 
     def check_used(self) -> None:
-        """After a call that went well: raise ValueError, or warn, for a cfg axis that was idle in it."""
-        for one in self.applied.values():
+        """After a call that went well: raise ValueError, or warn, for what it made no good use of.
+
+        That is a cfg axis that was idle, and a cache that could not tell branches from steps.
+        """
+        for name, one in self.applied.items():
             if one.cfg is not None:
                 one.cfg.check_used()
+            unknown = one.branches.unknown if one.branches is not None else 0
+            if one.cache is not None and unknown > 1 and not plan_for(one.model).stacked:
+                raise ValueError(
+                    f"a cache was asked for; the pipeline ran {name} {unknown} times without naming guidance "
+                    "branches (cache_context), and tells of no steps (callback_on_step_end), so the cache cannot "
+                    "tell a branch from a step; leave the cache off"
+                )
 
     def abandon(self) -> None:
         """Leave the forwards of a call that was broken off."""

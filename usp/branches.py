@@ -1,5 +1,5 @@
-"""Which guidance branch a forward belongs to: the name that the pipeline gives to the model's
-`cache_context`."""
+"""Which guidance branch a forward belongs to: the name that the pipeline gives to the model's `cache_context`,
+or, where it gives none, the place of the forward in its step."""
 
 import inspect
 from collections.abc import Iterator
@@ -10,16 +10,19 @@ from torch import nn
 
 
 class Branches:
-    """Watches one model's `cache_context`; `current` is the branch at hand, "" outside of any.
+    """Watches one model's `cache_context`; `current` is the branch at hand.
 
-    The values of the arguments `told_apart_by`, where a forward has them, are part of the name. The model's
-    own context is entered as before. `close()` takes the watch off again.
+    Outside of any context the first forward of a step is "", the second "forward 2", and so on, as long as the
+    steps are told (`begin_call`, `end_step`), on all ranks alike; all are "" where they are not. The values of
+    the arguments `told_apart_by`, where a forward has them, are part of the name. The model's own context is
+    entered as before. `close()` takes the watch off again.
     """
 
     def __init__(self, model: nn.Module, told_apart_by: tuple[str, ...] = ()) -> None:
         self._model, self._told_apart_by = model, told_apart_by
         self._context = self._arguments = ""
-        self.unnamed = 0  # forwards outside of any context so far; alike on all ranks
+        self._steps_told = False
+        self.unnamed = 0  # forwards outside of any context, in this step, or in this call if steps are not told
         self._watched = hasattr(model, "cache_context")
         if self._watched:
             model.cache_context = self._wrap(model.cache_context)  # type: ignore[assignment]
@@ -29,9 +32,28 @@ class Branches:
             self._handles.append(model.register_forward_pre_hook(look, prepend=True, with_kwargs=True))
 
     @property
+    def named(self) -> bool:
+        """Whether the pipeline itself names the forward at hand."""
+        return self._context != ""
+
+    @property
     def current(self) -> str:
         """The branch of the forward at hand."""
-        return f"{self._context} {self._arguments}".strip()
+        place = f"forward {self.unnamed}" if self._steps_told and self.unnamed > 1 else ""
+        return f"{self._context or place} {self._arguments}".strip()
+
+    @property
+    def unknown(self) -> int:
+        """How many forwards of the call could be of any branch, for want of a name and of steps."""
+        return 0 if self._steps_told else self.unnamed
+
+    def begin_call(self, *, steps_told: bool) -> None:
+        """A call begins; `steps_told` says that `end_step` will follow each of its steps."""
+        self._steps_told, self.unnamed = steps_told, 0
+
+    def end_step(self) -> None:
+        """The next forward is the first of its step."""
+        self.unnamed = 0
 
     def _count(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.unnamed += not self._context

@@ -1,9 +1,9 @@
 """CFG parallel for unmodified pipelines: each rank of the cfg axis computes its own guidance branch.
 
-A pipeline calls the model once per branch, inside `cache_context("cond")`, `("uncond")`, ... . The rank that
-owns a branch computes it; every rank, the owner too, returns a `Deferred` in its place. The first operation
-that needs a value, normally the guidance formula, exchanges all branches at once. A pipeline that stacks its
-branches along the batch instead has the batch cut.
+A pipeline calls the model once per branch, inside `cache_context("cond")`, `("uncond")`, ..., or without a name
+in the same order in each step. The rank that owns a branch computes it; every rank, the owner too, returns a
+`Deferred` in its place. The first operation that needs a value, normally the guidance formula, exchanges all
+branches at once. A pipeline that stacks its branches along the batch instead has the batch cut.
 """
 
 import functools
@@ -195,7 +195,8 @@ class CfgParallel:
         bound.arguments.update(concrete(dict(bound.arguments), early_for="the next forward"))
         name = self._branches.current
         given = bound.arguments[self._plan.output.argument]
-        if (name in ("", STACKED) or self._plan.stacked) and len(given) > 1:
+        stacked = not self._branches.named or name == STACKED or self._plan.stacked
+        if stacked and len(given) > 1:
             return self._cut_batch(original, bound)
         owner = self._deal(name) % self._exchange.group.size
         likes = self._expected(bound, len(given))

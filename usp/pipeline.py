@@ -168,12 +168,12 @@ class ParallelPipeline:
         assembly = self._usable()
         generator, used_seed = agree_generator(self.world, arguments.get("generator"), seed)
         arguments["generator"] = generator
-        self._track_steps(arguments)
+        steps_told = self._track_steps(arguments)
         sent_before = self.sent_bytes
         watch = Stopwatch(self.world.device)
         self.step, self.place, self._watch = 0, "step 1", watch
         self.world.device.reset_memory_peak()
-        assembly.begin_call(is_last_step=self._is_last_step)
+        assembly.begin_call(is_last_step=self._is_last_step, steps_told=steps_told)
         try:
             with (
                 same_default_rng(self.world, generator),
@@ -309,10 +309,10 @@ class ParallelPipeline:
             )
         self._watch.mark_first_forward()
 
-    def _track_steps(self, arguments: dict[str, Any]) -> None:
-        """Have the pipeline tell us of each step, before the user's own callback."""
+    def _track_steps(self, arguments: dict[str, Any]) -> bool:
+        """Have the pipeline tell us of each step, before the user's own callback; False where it does not."""
         if "callback_on_step_end" not in inspect.signature(self.pipeline.__call__).parameters:
-            return
+            return False
         users: Any = arguments.get("callback_on_step_end")
         if hasattr(users, "tensor_inputs"):
             arguments["callback_on_step_end_tensor_inputs"] = users.tensor_inputs
@@ -333,6 +333,7 @@ class ParallelPipeline:
             return tensors
 
         arguments["callback_on_step_end"] = on_step_end
+        return True
 
     def _is_last_step(self) -> bool:
         """Whether the step at hand is the call's last one; False where the pipeline does not tell."""

@@ -5,8 +5,6 @@ from functools import cache as remember
 import pytest
 import torch
 import torch.distributed as dist
-from diffusers import WanVideoToVideoPipeline
-from PIL import Image
 
 import usp.cache
 from tests import tiny
@@ -291,32 +289,3 @@ def test_agreed_sums_are_the_same_bits_on_every_rank(ranks, size):
             assert sums == want
             assert "agree_sums" not in sent
     assert comm.agree_sums(torch.tensor([1.0, 2.0]), group=ALONE) == [1.0, 2.0]
-
-
-def unnamed_branches(layout: str, guidance: float) -> str:
-    """How a call of a pipeline ends that runs the model once for each branch, and names none."""
-    known = tiny.build("t2v")
-    parts = ("tokenizer", "text_encoder", "transformer", "vae", "scheduler")
-    pipeline = WanVideoToVideoPipeline(**{name: getattr(known, name) for name in parts})
-    pipeline.set_progress_bar_config(disable=True)
-    given = {"video": [Image.new("RGB", (48, 32), "red")] * 5, "height": 32, "width": 48}
-    given |= {"prompt": "red circle", "num_inference_steps": 3, "output_type": "latent", "strength": 1.0}
-    given |= {"max_sequence_length": tiny.TEXT_LENGTH, "guidance_scale": guidance}
-    with ParallelPipeline(pipeline, layout, cache=CacheConfig(threshold=10.0, warmup_steps=0)) as pipe:
-        try:
-            pipe(**given, seed=1)
-        except ValueError as error:
-            return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("layout", ["ulysses2", "cfg2"])
-def test_branches_that_are_not_named_share_no_state(ranks, layout):
-    """Wan video-to-video: one would reuse the other's forward; refused on all ranks, after the first step."""
-    for error in ranks(2).run(unnamed_branches, layout, 3.0):
-        assert "ran transformer 2 times in a step without naming its guidance branches" in error
-
-
-def test_one_branch_needs_no_name(ranks):
-    """The same pipeline without guidance is cached."""
-    assert ranks(2).run(unnamed_branches, "ulysses2", 1.0) == ["", ""]
