@@ -55,7 +55,9 @@ class Assembly:
         if self.exchange is not None:
             self.exchange.begin_call()
         for one in self.applied.values():
-            if one.branches is not None:  # the forwards of a stacked pipeline are told apart by arguments alone
+            if (
+                one.branches is not None
+            ):  # the forwards of a stacked pipeline are told apart by arguments alone
                 one.branches.begin_call(steps_told=steps_told and not plan_for(one.model).stacked)
             if one.cfg is not None:
                 one.cfg.begin_call()
@@ -86,8 +88,8 @@ class Assembly:
             if one.cache is not None and unknown > 1 and not plan_for(one.model).stacked:
                 raise ValueError(
                     f"a cache was asked for; the pipeline ran {name} {unknown} times without naming guidance "
-                    "branches (cache_context), and tells of no steps (callback_on_step_end), so the cache cannot "
-                    "tell a branch from a step; leave the cache off"
+                    "branches (cache_context), and tells of no steps (callback_on_step_end), so the cache "
+                    "cannot tell a branch from a step; leave the cache off"
                 )
 
     def abandon(self) -> None:

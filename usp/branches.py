@@ -1,5 +1,5 @@
-"""Which guidance branch a forward belongs to: the name that the pipeline gives to the model's `cache_context`,
-or, where it gives none, the place of the forward in its step."""
+"""Which guidance branch a forward belongs to: the name that the pipeline gives to the model's
+`cache_context`, or, where it gives none, the place of the forward in its step."""
 
 import inspect
 from collections.abc import Iterator
@@ -12,17 +12,19 @@ from torch import nn
 class Branches:
     """Watches one model's `cache_context`; `current` is the branch at hand.
 
-    Outside of any context the first forward of a step is "", the second "forward 2", and so on, as long as the
-    steps are told (`begin_call`, `end_step`), on all ranks alike; all are "" where they are not. The values of
-    the arguments `told_apart_by`, where a forward has them, are part of the name. The model's own context is
-    entered as before. `close()` takes the watch off again.
+    Outside of any context the first forward of a step is "", the second "forward 2", and so on, where the
+    steps are told (`begin_call`, `end_step`), on all ranks alike; all are "" where they are not. The values
+    of the arguments `told_apart_by`, where a forward has them, are part of the name. The model's own context
+    is entered as before. `close()` takes the watch off again.
     """
 
     def __init__(self, model: nn.Module, told_apart_by: tuple[str, ...] = ()) -> None:
         self._model, self._told_apart_by = model, told_apart_by
         self._context = self._arguments = ""
         self._steps_told = False
-        self.unnamed = 0  # forwards outside of any context, in this step, or in this call if steps are not told
+        self.unnamed = (
+            0  # forwards outside of any context, in this step, or in this call if steps are not told
+        )
         self._watched = hasattr(model, "cache_context")
         if self._watched:
             model.cache_context = self._wrap(model.cache_context)  # type: ignore[assignment]

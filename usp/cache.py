@@ -213,6 +213,10 @@ class FirstBlockCache:
                 "`held`"
             )
 
+        # It exchanges and reads values: compiled blocks are cut here. No decorator of the method, which would
+        # import the compiler with this module, seconds for a command line that only prints its help.
+        decide = torch.compiler.disable(self._decide)
+
         @functools.wraps(original)  # hooks read the signature
         def forward(*args: Any, **kwargs: Any) -> Result:
             if not self._in_call:
@@ -223,7 +227,7 @@ class FirstBlockCache:
             first = _by_stream(output, kind, {})
             tokens = first[DECIDES]
             assert tokens is not None, f"the first block gave no {DECIDES}"
-            self._now = self._decide(first, tokens.detach() - before)
+            self._now = decide(first, tokens.detach() - before)
             self._now.shown[kind.modules] = output
             return output
 
@@ -256,7 +260,6 @@ class FirstBlockCache:
 
         return forward
 
-    @torch.compiler.disable()  # it exchanges and reads values; compiled blocks are cut here
     def _decide(self, first: Streams, residual: torch.Tensor) -> _Forward:
         """The one place that branches: on sums that all ranks of the group share, and on counts."""
         state = self._states.setdefault(self._branches.current, _State())

@@ -1,9 +1,9 @@
 """CFG parallel for unmodified pipelines: each rank of the cfg axis computes its own guidance branch.
 
-A pipeline calls the model once per branch, inside `cache_context("cond")`, `("uncond")`, ..., or without a name
-in the same order in each step. The rank that owns a branch computes it; every rank, the owner too, returns a
-`Deferred` in its place. The first operation that needs a value, normally the guidance formula, exchanges all
-branches at once. A pipeline that stacks its branches along the batch instead has the batch cut.
+A pipeline calls the model once per branch, inside `cache_context("cond")`, `("uncond")`, ..., or without a
+name in the same order in each step. The rank that owns a branch computes it; every rank, the owner too,
+returns a `Deferred` in its place. The first operation that needs a value, normally the guidance formula,
+exchanges all branches at once. A pipeline that stacks its branches along the batch instead has the batch cut.
 """
 
 import functools

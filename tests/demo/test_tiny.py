@@ -1,8 +1,8 @@
 """Every tiny pipeline is small, loads from its folder as an ordinary model, and does what it is asked."""
 
 import json
-import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +16,7 @@ from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PRO
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
 from tests.processes import loggers_kept
+from tests.usp.families import small_references
 from usp import cli
 from usp.demo import tiny
 from usp.demo.__main__ import app
@@ -44,6 +45,12 @@ def run(pipeline: Any, name: str, *, seed: int = 0, output: str = "latent", **ch
 def latents(name: str) -> np.ndarray:
     """The latents of the family's call with seed 0."""
     return run(built(name), name)
+
+
+@pytest.fixture(autouse=True)
+def _small_references() -> Iterator[None]:
+    with small_references():
+        yield
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -147,12 +154,13 @@ def test_a_word_outside_the_vocabulary_is_spelled():
     assert tokenizer.decode(tokenizer("a zebra, 7 Ünïcödé 猫").input_ids) == "a zebra, 7 Ünïcödé 猫"
 
 
-def test_the_command_writes_a_folder(tmp_path):
+def test_the_command_writes_a_folder(tmp_path, monkeypatch, capsys):
     """python -m usp.demo tiny NAME DIR leaves a model and says how big it is."""
-    words = [sys.executable, "-m", "usp.demo", "tiny", "wan-t2v", str(tmp_path / "new" / "model")]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("wan-t2v: ")
+    monkeypatch.setattr(sys, "argv", ["usp.demo", "tiny", "wan-t2v", str(tmp_path / "new" / "model")])
+    with loggers_kept(), pytest.raises(SystemExit) as left:
+        cli.main(app, "usp.demo")
+    assert not left.value.code
+    assert capsys.readouterr().out.startswith("wan-t2v: ")
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["model"]
     index = json.loads((tmp_path / "new" / "model" / "model_index.json").read_text())
     assert getattr(diffusers, index["_class_name"]) is type(built("wan-t2v"))

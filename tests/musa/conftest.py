@@ -44,7 +44,7 @@ def musa_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "SIMULATED_MUSA_LIBRARY": str(library), "RANKS_ON": "musa"}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def musa(musa_environment: dict[str, str]) -> Iterator[NpuRanks]:
     """`musa(2).run(function, *args)` runs it on 2 ranks on simulated MUSA cards."""
     server = Server(musa_environment, "tests.musa.server")

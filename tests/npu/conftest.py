@@ -30,9 +30,10 @@ def npu_environment() -> dict[str, str]:
         pytest.skip(reason)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def npu_pools(npu_environment: dict[str, str]) -> Iterator[NpuRanks]:
-    """`npu_pools(size, NAME="value")`: ranks on simulated NPUs with these knobs, kept for the session."""
+    """`npu_pools(size, NAME="value")`: ranks on simulated NPUs with these knobs, kept for the tests of this
+    folder."""
     servers: dict[str, Server] = {}
     pools: dict[tuple[int, tuple[tuple[str, str], ...]], DeviceRanks] = {}
 

@@ -15,7 +15,7 @@ from PIL import Image
 import usp.bench.__main__
 from runtime.device import Device
 from runtime.process_group import connect
-from tests.processes import loggers_kept, run_command_line
+from tests.processes import forked, loggers_kept, run_command_line
 from usp.bench.__main__ import is_sound
 from usp.bench.contenders import grid, layouts
 from usp.bench.ideal import BlockStack, Link, Traffic, attention_traffic, gather_traffic, ideal_ratio
@@ -232,9 +232,10 @@ def test_the_cache_is_judged_and_drawn(tmp_path):
     plot = tmp_path / "new" / "cache.png"
     words = ("--threshold", "0", "--threshold", "0.3", "--steps", "8", "--rounds", "1", "--plot", str(plot))
     small = ("--size", "48x32", "--frames", "5", "--prompt", "a red circle moving right")
-    done = bench(2, "cache", *words, *small, "--parallel", "ulysses2", "--device", "cpu")
-    assert done.returncode == 0, done.stderr
-    *lines, last = done.stdout.splitlines()
+    words += (*small, "--parallel", "ulysses2", "--device", "cpu")
+    done = forked(2, tmp_path / "run", usp.bench.__main__, "cache", *words)
+    assert done.code == 0, done.text
+    *lines, last = done.ranks[0].stdout.splitlines()
     found = json.loads(last)
     assert found["shape"]["parallel"] == "ulysses2"
     off, never, often = found["runs"]

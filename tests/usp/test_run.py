@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,26 +87,20 @@ def _loggers_as_before() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Made]:
-    """The same video made as users do: by python alone, by usprun with two ranks, by torchrun with three.
+    """The same video made by python alone, by usprun with two ranks, and by three under torchrun's agent.
 
     Two ranks are left to "auto", three share the sequence.
     """
     folders = {size: tmp_path_factory.mktemp(f"ranks-{size}") for size in (1, 2, 3)}
-    job = ("-m", "usp.run", *WORDS, "--out", "new/folder/film.mp4")
+    words = (*WORDS, "--out", "new/folder/film.mp4")
+    job = ("-m", "usp.run", *words)
     usprun = [sys.executable, "-c", "from launchers.usprun import main; main()", "--nproc", "2"]
-    apart = ("--log-dir", "logs", "--redirects", "3")
-    with port_29500_taken():
-        runs = {
-            1: completed([sys.executable, *job], folders[1]),
-            2: completed([*usprun, *job], folders[2]),
-            3: completed(
-                torchrun(
-                    "--standalone", "--local-addr=localhost", "--nproc-per-node", "3", *apart, *job, *THIRDS
-                ),
-                folders[3],
-                log_ranks=3,
-            ),
-        }
+    with port_29500_taken(), ThreadPoolExecutor() as side_by_side:
+        before = partial(os.chdir, folders[3])
+        three = forked(3, folders[3] / "run", usp.run, *words, *THIRDS, before=before)
+        one = side_by_side.submit(completed, [sys.executable, *job], folders[1])
+        two = side_by_side.submit(completed, [*usprun, *job], folders[2])
+        runs = {1: one.result(), 2: two.result(), 3: three}
     for run in runs.values():
         assert run.code == 0, run.text
     return {size: Made(run, folders[size] / "new" / "folder") for size, run in runs.items()}

@@ -1,4 +1,5 @@
-"""Pipelines that run the model once for each guidance branch and name none: Wan video-to-video, FLUX Kontext."""
+"""Pipelines that run the model once for each guidance branch and name none: Wan video-to-video and FLUX
+Kontext."""
 
 from functools import cache as remember
 from typing import Any
