@@ -215,7 +215,7 @@ class FirstBlockCache:
 
         # It exchanges and reads values: compiled blocks are cut here. No decorator of the method, which would
         # import the compiler with this module, seconds for a command line that only prints its help.
-        decide = torch.compiler.disable(self._decide)
+        decide: Any = torch.compiler.disable(self._decide)
 
         @functools.wraps(original)  # hooks read the signature
         def forward(*args: Any, **kwargs: Any) -> Result:
@@ -227,8 +227,8 @@ class FirstBlockCache:
             first = _by_stream(output, kind, {})
             tokens = first[DECIDES]
             assert tokens is not None, f"the first block gave no {DECIDES}"
-            self._now = decide(first, tokens.detach() - before)
-            self._now.shown[kind.modules] = output
+            self._now = now = decide(first, tokens.detach() - before)
+            now.shown[kind.modules] = output
             return output
 
         return forward
