@@ -1,7 +1,9 @@
 """Everything that is applied to a pipeline's transformers, put on together and taken off together."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Any
 
 import torch
@@ -51,7 +53,7 @@ class Assembly:
     applied: dict[str, Applied] = field(default_factory=dict)
 
     def begin_call(self, *, is_last_step: Callable[[], bool], steps_told: bool) -> None:
-        """Forget the call before, also one that failed. `steps_told`: `end_step` will follow each step."""
+        """Forget the call before, also one that failed. `steps_told`: `end_step` is to follow each step."""
         if self.exchange is not None:
             self.exchange.begin_call()
         for one in self.applied.values():
@@ -76,19 +78,30 @@ class Assembly:
             if one.cache is not None:
                 one.cache.end_call()
 
-    def check_used(self) -> None:
-        """After a call that went well: raise ValueError, or warn, for what it made no good use of.
+    def aside(self) -> ExitStack:
+        """A context for the user's callback, whose own forwards are of none of the pipeline's branches."""
+        stack = ExitStack()
+        for one in self.applied.values():
+            if one.branches is not None:
+                stack.enter_context(one.branches.aside())
+        return stack
+
+    def check_used(self, steps: int) -> None:
+        """After a call of so many steps that went well: raise ValueError, or warn, for what it did not use.
 
         That is a cfg axis that was idle, and a cache that could not tell branches from steps.
         """
         for name, one in self.applied.items():
+            told = one.branches is not None and one.branches.steps_told
+            untold = one.branches.unnamed if one.branches is not None else 0  # 0 if each step was told
             if one.cfg is not None:
-                one.cfg.check_used()
-            unknown = one.branches.unknown if one.branches is not None else 0
-            if one.cache is not None and unknown > 1 and not plan_for(one.model).stacked:
+                one.cfg.check_used(ceil(untold / steps) if told and untold > 1 else None)
+            if one.cache is None or plan_for(one.model).stacked:
+                continue
+            if untold > (1 if told else steps):
                 raise ValueError(
-                    f"a cache was asked for; the pipeline ran {name} {unknown} times without naming guidance "
-                    "branches (cache_context), and tells of no steps (callback_on_step_end), so the cache "
+                    f"a cache was asked for; the pipeline ran {name} {untold} times without naming guidance "
+                    "branches (cache_context), and told of no step (callback_on_step_end), so the cache "
                     "cannot tell a branch from a step; leave the cache off"
                 )
 

@@ -21,10 +21,8 @@ class Branches:
     def __init__(self, model: nn.Module, told_apart_by: tuple[str, ...] = ()) -> None:
         self._model, self._told_apart_by = model, told_apart_by
         self._context = self._arguments = ""
-        self._steps_told = False
-        self.unnamed = (
-            0  # forwards outside of any context, in this step, or in this call if steps are not told
-        )
+        self.steps_told = False
+        self.unnamed = 0  # forwards outside of any context since a step, or the call, was told to begin
         self._watched = hasattr(model, "cache_context")
         if self._watched:
             model.cache_context = self._wrap(model.cache_context)  # type: ignore[assignment]
@@ -41,21 +39,25 @@ class Branches:
     @property
     def current(self) -> str:
         """The branch of the forward at hand."""
-        place = f"forward {self.unnamed}" if self._steps_told and self.unnamed > 1 else ""
+        place = f"forward {self.unnamed}" if self.steps_told and self.unnamed > 1 else ""
         return f"{self._context or place} {self._arguments}".strip()
 
-    @property
-    def unknown(self) -> int:
-        """How many forwards of the call could be of any branch, for want of a name and of steps."""
-        return 0 if self._steps_told else self.unnamed
-
     def begin_call(self, *, steps_told: bool) -> None:
-        """A call begins; `steps_told` says that `end_step` will follow each of its steps."""
-        self._steps_told, self.unnamed = steps_told, 0
+        """A call begins; `steps_told` says that `end_step` is to follow each of its steps."""
+        self.steps_told, self.unnamed = steps_told, 0
 
     def end_step(self) -> None:
         """The next forward is the first of its step."""
         self.unnamed = 0
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """For the user's own forwards within a call: they are of a branch "callback", and not counted."""
+        previous, self._context = self._context, "callback"
+        try:
+            yield
+        finally:
+            self._context = previous
 
     def _count(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.unnamed += not self._context

@@ -223,11 +223,11 @@ class CfgParallel:
             self._check_idle(len(self._order))
             self._seen.clear()
 
-    def check_used(self) -> None:
+    def check_used(self, branches: int | None = None) -> None:
         """At the end of a call, also one of a single step: say, or with `strict` raise, that ranks were
-        idle."""
+        idle. `branches` in a step, where their names do not tell."""
         if self._order:
-            self._check_idle(len(self._order))
+            self._check_idle(branches or len(self._order))
 
     def _check_idle(self, busy: int) -> None:
         size = self._exchange.group.size

@@ -3,6 +3,7 @@ result."""
 
 import functools
 import inspect
+from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
@@ -192,7 +193,7 @@ class ParallelPipeline:
             assembly.end_call()
             self._watch = None
         watch.mark_end()
-        assembly.check_used()
+        assembly.check_used(self._steps())
         assembly.tell_cache()
         self.report = collect_report(
             self.world,
@@ -325,7 +326,8 @@ class ParallelPipeline:
             if self._assembly is not None:
                 self._assembly.end_step()
             if users is not None:
-                tensors = users(pipeline, step, timestep, tensors)
+                with self._assembly.aside() if self._assembly is not None else nullcontext():
+                    tensors = users(pipeline, step, timestep, tensors)
             if hasattr(pipeline, "_interrupt"):  # whoever stops, stops all
                 pipeline._interrupt = self.world.any(bool(pipeline._interrupt))
             last = self.step >= getattr(pipeline, "_num_timesteps", float("inf"))
@@ -334,6 +336,12 @@ class ParallelPipeline:
 
         arguments["callback_on_step_end"] = on_step_end
         return True
+
+    def _steps(self) -> int:
+        """The steps of a call that has ended: what the pipeline says, else its scheduler."""
+        scheduled = getattr(getattr(self.pipeline, "scheduler", None), "timesteps", None)
+        told = getattr(self.pipeline, "_num_timesteps", 0)
+        return told or (0 if scheduled is None else len(scheduled)) or 1
 
     def _is_last_step(self) -> bool:
         """Whether the step at hand is the call's last one; False where the pipeline does not tell."""

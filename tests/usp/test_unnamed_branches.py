@@ -2,20 +2,30 @@
 Kontext."""
 
 from functools import cache as remember
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from diffusers import FluxKontextPipeline, WanVideoToVideoPipeline
 from PIL import Image
 
 from tests import tiny
 from tests.usp.families import ALWAYS, picture_of
 from tests.usp.in_ranks import SEED, error_of, seeded
+from usp.config import CacheConfig
 from usp.demo import tiny as families
 from usp.pipeline import ParallelPipeline
 
 STEPS = 4
 FP32 = 1e-4  # latents after four steps; a ring's merge and matmuls of fewer rows round differently
+
+
+class Deaf(WanVideoToVideoPipeline):
+    """A pipeline that takes the callback and forgets it."""
+
+    def __call__(self, video, prompt, generator=None, callback_on_step_end=None, **options):
+        return super().__call__(video=video, prompt=prompt, generator=generator, **options)
 
 
 class Untold(WanVideoToVideoPipeline):
@@ -101,17 +111,64 @@ def test_each_has_its_own_state_in_a_cache(ranks, name, layout):
     assert seen == set(reports)
 
 
-def untold(cache: Any, guidance: float) -> str:
-    """How a call ends of a pipeline that tells neither branches nor steps."""
-    pipeline, call = video_to_video(Untold)
-    pipeline.set_progress_bar_config(disable=True)
+def untold(kind: type, guidance: float, layout: str, **options: Any) -> tuple[str, float]:
+    """How a call ends of a pipeline that tells neither branches nor steps, and its error."""
+    pipeline, call = video_to_video(kind)
     call |= {"num_inference_steps": STEPS, "output_type": "latent", "guidance_scale": guidance}
-    with ParallelPipeline(pipeline, "ulysses2", cache=cache) as pipe:
-        return error_of(pipe, **call, seed=SEED)
+    pipeline.set_progress_bar_config(disable=True)
+    want = picture_of(pipeline(**call, generator=seeded(SEED)))
+    found: list[Any] = []
+    with ParallelPipeline(pipeline, layout, **options) as pipe:
+        text = error_of(lambda: found.append(picture_of(pipe(**call, seed=SEED))))
+    return text, abs(found[0] - want).max() if found else 0.0
 
 
-def test_a_cache_is_refused_where_neither_branches_nor_steps_are_told(ranks):
-    """Which forward is like which cannot be known; without a cache the same pipeline runs."""
-    for error in ranks(2).run(untold, ALWAYS, 3.0):
+@pytest.mark.parametrize("kind", [Untold, Deaf])
+def test_a_cache_is_refused_where_neither_branches_nor_steps_are_told(ranks, kind):
+    """Which forward is like which cannot be known; without a cache the same pipeline runs as before."""
+    for error, _ in ranks(2).run(partial(untold, cache=ALWAYS), kind, 3.0, "ulysses2"):
         assert f"ran transformer {2 * STEPS} times without naming guidance branches" in error
-    assert ranks(2).run(untold, None, 3.0) == ["", ""]
+    for error, distance in ranks(2).run(untold, kind, 3.0, "cfg2"):
+        assert error == ""
+        assert distance <= FP32
+
+
+def test_one_branch_needs_neither_name_nor_steps(ranks):
+    """Guidance off, and no callback: a forward is a step, and is cached."""
+    assert [error for error, _ in ranks(2).run(partial(untold, cache=ALWAYS), Untold, 1.0, "ulysses2")] == [
+        "",
+        "",
+    ]
+
+
+@pytest.mark.parametrize("kind", [WanVideoToVideoPipeline, Untold, Deaf])
+def test_an_idle_cfg_rank_is_told(ranks, kind):
+    """Guidance off on cfg2: strict makes it an error on all ranks, whether steps are told or not."""
+    for error, _ in ranks(2).run(partial(untold, strict=True), kind, 1.0, "cfg2"):
+        assert "this call has 1 guidance branch: 1 of 2 cfg ranks are idle" in error
+
+
+def looking(layout: str, cache: Any, look: bool) -> Any:
+    """The latents of a call whose callback runs the model for itself, or does not."""
+    pipeline, call = made("video-to-video")
+
+    def on_step_end(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        states = {"hidden_states": tensors["latents"], "encoder_hidden_states": tensors["prompt_embeds"]}
+        with torch.no_grad():
+            seen = pipeline.transformer(**states, timestep=timestep.expand(1), return_dict=False)[0]
+        assert seen.std().item() > 0
+        return tensors
+
+    if look:
+        call |= {"callback_on_step_end": on_step_end}
+        call |= {"callback_on_step_end_tensor_inputs": ["latents", "prompt_embeds"]}
+    with ParallelPipeline(pipeline, layout, cache=cache) as pipe:
+        return picture_of(pipe(**call, seed=SEED))
+
+
+@pytest.mark.parametrize("cache", [None, ALWAYS, CacheConfig(threshold=0.5, warmup_steps=1)])
+@pytest.mark.parametrize("layout", ["cfg2", "ulysses2"])
+def test_a_callbacks_own_forward_is_of_no_branch(ranks, layout, cache):
+    """A callback that looks at the model's prediction changes nothing, also where forwards are counted."""
+    plain, looked = (ranks(2).run(looking, layout, cache, look) for look in (False, True))
+    assert all((a == b).all() for a, b in zip(plain, looked, strict=True))
