@@ -83,7 +83,7 @@ def _command_of_ours(program: Sequence[str]) -> tuple[str | None, Sequence[str]]
     """Return the module and its words; None and no words for a program that is not one of ours."""
     options = read_options(program)
     at = options[-1].end if options else 0
-    at += program[at : at + 1] in (["--"], ("--",))
+    at += list(program[at : at + 1]) == ["--"]
     return (program[at], program[at + 1 :]) if at < len(program) and program[at] in OURS else (None, ())
 
 

@@ -57,10 +57,8 @@ class Assembly:
         if self.exchange is not None:
             self.exchange.begin_call()
         for one in self.applied.values():
-            if (
-                one.branches is not None
-            ):  # the forwards of a stacked pipeline are told apart by arguments alone
-                one.branches.begin_call(steps_told=steps_told and not plan_for(one.model).stacked)
+            if one.branches is not None:
+                one.branches.begin_call(steps_told=steps_told)
             if one.cfg is not None:
                 one.cfg.begin_call()
             if one.cache is not None:
@@ -92,13 +90,12 @@ class Assembly:
         That is a cfg axis that was idle, and a cache that could not tell branches from steps.
         """
         for name, one in self.applied.items():
-            told = one.branches is not None and one.branches.steps_told
-            untold = one.branches.unnamed if one.branches is not None else 0  # 0 if each step was told
+            if one.branches is None:  # then there is neither cfg nor cache
+                continue
+            told, untold = one.branches.steps_told, one.branches.unnamed  # 0 if each step was told
             if one.cfg is not None:
                 one.cfg.check_used(ceil(untold / steps) if told and untold > 1 else None)
-            if one.cache is None or plan_for(one.model).stacked:
-                continue
-            if untold > (1 if told else steps):
+            if one.cache is not None and untold > (1 if told else steps):
                 raise ValueError(
                     f"a cache was asked for; the pipeline ran {name} {untold} times without naming guidance "
                     "branches (cache_context), and told of no step (callback_on_step_end), so the cache "
@@ -213,7 +210,7 @@ def _apply(one: Applied, made: Assembly, cache: CacheConfig | None, strict: bool
     if made.config.sp_degree > 1:
         one.shard = sharded(one.model, plan, made.attention)
     if cache is not None or made.exchange is not None:
-        one.branches = Branches(one.model, plan.told_apart_by)
+        one.branches = Branches(one.model, plan.told_apart_by, stacked=plan.stacked)
     if cache is not None and one.branches is not None:
         share_of = one.shard.share_of if one.shard else None
         one.cache = cached(

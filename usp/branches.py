@@ -13,12 +13,14 @@ class Branches:
     """Watches one model's `cache_context`; `current` is the branch at hand.
 
     Outside of any context the first forward of a step is "", the second "forward 2", and so on, where the
-    steps are told (`begin_call`, `end_step`), on all ranks alike; all are "" where they are not. The values
-    of the arguments `told_apart_by`, where a forward has them, are part of the name. The model's own context
-    is entered as before. `close()` takes the watch off again.
+    steps are told (`begin_call`, `end_step`), on all ranks alike; all are "" where they are not, or where the
+    pipeline stacks its branches (`stacked`). The values of the arguments `told_apart_by`, where a forward has
+    them, are part of the name. The model's own context is entered as before. `close()` takes the watch off.
     """
 
-    def __init__(self, model: nn.Module, told_apart_by: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, told_apart_by: tuple[str, ...] = (), *, stacked: bool = False
+    ) -> None:
         self._model, self._told_apart_by = model, told_apart_by
         self._context = self._arguments = ""
         self.steps_told = False
@@ -26,7 +28,7 @@ class Branches:
         self._watched = hasattr(model, "cache_context")
         if self._watched:
             model.cache_context = self._wrap(model.cache_context)  # type: ignore[assignment]
-        self._handles = [model.register_forward_pre_hook(self._count)]
+        self._handles = [] if stacked else [model.register_forward_pre_hook(self._count)]
         if told_apart_by:
             look = self._look(inspect.signature(model.forward))
             self._handles.append(model.register_forward_pre_hook(look, prepend=True, with_kwargs=True))

@@ -18,23 +18,20 @@ from usp.pipeline import ParallelPipeline
 TOLERANCE = 1e-5
 
 ONE_BRANCH = {"guidance_scale": 1.0}
-LENGTHS: list[Case] = [  # on every layout
+CASES: list[Case] = [
     ("t2v", {}),  # 21 tokens, two branches
+    ("t2v", {"tokens": (1, 1, 13), **ONE_BRANCH}),
     ("t2v", {"tokens": (1, 1, 1), **ONE_BRANCH}),  # fewer tokens than ranks: empty shares
     ("t2v", {"tokens": (2, 1, 1), **ONE_BRANCH}),
-    ("i2v", {"tokens": (1, 1, 3), "num_inference_steps": 1}),
-    ("two_experts", {"tokens": (1, 1, 13)}),
-]
-KINDS: list[Case] = [  # on one layout of each strategy
-    ("t2v", {"tokens": (1, 1, 13), **ONE_BRANCH}),
     ("i2v", {"tokens": (3, 2, 3), **ONE_BRANCH}),
+    ("i2v", {"tokens": (1, 1, 3), "num_inference_steps": 1}),
     ("ti2v", {"tokens": (1, 1, 13), **ONE_BRANCH}),
     ("ti2v_image", {"tokens": (3, 1, 5), **ONE_BRANCH}),
     ("ti2v_image", {"tokens": (3, 1, 1), **ONE_BRANCH}),
+    ("two_experts", {"tokens": (1, 1, 13)}),
     ("two_experts_image", {"tokens": (2, 1, 5), **ONE_BRANCH}),
     ("low_noise_only", {"tokens": (1, 1, 3), **ONE_BRANCH}),
 ]
-KINDS_ON = ("ulysses2", "gather_kv3", "ring2", "ulysses2 ring2")
 GUIDANCE: list[Case] = [
     ("t2v", {"guidance_scale": 0.0}),
     ("t2v", {"guidance_scale": 5.0, "negative_prompt": None}),
@@ -50,7 +47,7 @@ BATCHES: list[Case] = [
 @pytest.fixture(scope="module")
 def one_process() -> dict[str, np.ndarray]:
     """The one-process result of each case, by the case's text."""
-    return {str(case): alone(*case) for case in (*LENGTHS, *KINDS, *GUIDANCE)}
+    return {str(case): alone(*case) for case in (*CASES, *GUIDANCE)}
 
 
 def errors(cases: list[Case], results: list[np.ndarray], want: dict[str, np.ndarray]) -> dict[str, float]:
@@ -65,9 +62,8 @@ def errors(cases: list[Case], results: list[np.ndarray], want: dict[str, np.ndar
 @pytest.mark.parametrize(("size", "layout"), EVERY_LAYOUT)
 def test_every_kind_of_wan_matches_one_process(ranks, one_process, size, layout):
     """B01, B14, req 1, 2, 5, 7, 30: T2V, I2V, TI2V, two experts, odd lengths, S < ranks; ranks alike."""
-    cases = LENGTHS + (KINDS if layout in KINDS_ON else [])
-    by_rank = ranks(size).run(together, layout, cases)
-    found = errors(cases, by_rank[0], one_process)
+    by_rank = ranks(size).run(together, layout, CASES)
+    found = errors(CASES, by_rank[0], one_process)
     assert all(error <= TOLERANCE for error in found.values()), found  # NaN fails too
     for results in by_rank[1:]:
         assert all(np.array_equal(a, b) for a, b in zip(results, by_rank[0], strict=True))
@@ -133,7 +129,7 @@ def local_attention_only(layout: str) -> np.ndarray:
 def test_these_tests_would_see_a_missing_exchange(ranks, one_process):
     """Attention to the local tokens alone is a thousand tolerances off, so the tests above can fail."""
     for result in ranks(2).run(local_attention_only, "ulysses2"):
-        assert np.abs(result - one_process[str(LENGTHS[0])]).max() > 1000 * TOLERANCE
+        assert np.abs(result - one_process[str(CASES[0])]).max() > 1000 * TOLERANCE
 
 
 def embeds_latents_and_frames(layout: str) -> list[np.ndarray]:
@@ -223,7 +219,7 @@ def in_half_precision(layout: str) -> np.ndarray:
 @pytest.mark.parametrize("layout", ["ulysses2", "gather_kv2", "ring2"])
 def test_b33_bf16_is_no_worse_over_ranks(ranks, one_process, layout):
     """B33: a bf16 pipeline over ranks is as far from fp32 as bf16 in one process, or half as far again."""
-    exact = one_process[str(LENGTHS[0])]
+    exact = one_process[str(CASES[0])]
     half = (
         tiny.build("t2v")
         .to(torch.bfloat16)(**tiny.call("t2v"), generator=seeded(SEED))
@@ -244,7 +240,7 @@ def with_options(layout: str) -> list[np.ndarray]:
 
 def test_a_named_kernel_and_decoding_on_one_rank(ranks, one_process):
     """B16, req 26: kernel="plain" under ring; ranks other than 0 may leave decoding out, and nobody waits."""
-    latents, frames = one_process[str(LENGTHS[0])], alone("t2v", {"output_type": "np"})
+    latents, frames = one_process[str(CASES[0])], alone("t2v", {"output_type": "np"})
     for here, (first, second) in enumerate(ranks(2).run(with_options, "ring2")):
         assert np.abs(first - latents).max() <= TOLERANCE
         assert np.abs(second - (frames if here == 0 else latents)).max() <= TOLERANCE

@@ -139,10 +139,11 @@ def with_fake_hub(folder: Path) -> None:
 
 
 def test_layouts_of_a_hubs_model_need_its_configs_alone(tmp_path):
-    """`--layouts` fetches no weights, and predicts as from the whole folder."""
+    """`--layouts` fetches no weights, and predicts as from the whole folder; a run fetches the rest."""
     (tmp_path / "modelscope.py").write_text(FAKE_HUB)
     words = (*FILM, "--model", "owner/name", "--hub", "modelscope", "--prompt", "a red circle")
-    run = forked(2, tmp_path / "seen", usp.run, *words, "--layouts", before=partial(with_fake_hub, tmp_path))
+    before = partial(with_fake_hub, tmp_path)
+    run = forked(2, tmp_path / "seen", usp.run, *words, "--layouts", before=before)
     assert run.code == 0, run.text
     found = json.loads(run.ranks[0].stdout.splitlines()[-1])
     assert {row["parallel"] for row in found["layouts"]} >= {"cfg2", "ulysses2", "ring2"}
@@ -155,6 +156,10 @@ def test_layouts_of_a_hubs_model_need_its_configs_alone(tmp_path):
     call = {"width": 48, "height": 32, "num_frames": 5, "guidance_scale": 3.0}
     seen, whole = (workload_of_folder(one, call, itemsize=4) for one in facts)
     assert seen == whole
+    out = str(tmp_path / "film.mp4")
+    run = forked(2, tmp_path / "made", usp.run, *words, "--parallel", "cfg2", "--out", out, before=before)
+    assert run.code == 0, run.text
+    assert any((tmp_path / "fetched").rglob("*.safetensors"))
 
 
 def test_every_task_is_a_command():
