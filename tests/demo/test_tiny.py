@@ -15,11 +15,11 @@ import torch
 from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
-from tests.processes import loggers_kept
+import usp.demo.__main__
+from tests.processes import loggers_kept, run_command_line
 from tests.usp.families import small_references
 from usp import cli
 from usp.demo import tiny
-from usp.demo.__main__ import app
 from usp.demo.tiny.words import qwen_tokenizer
 from usp.processors import parts_without_torchvision
 
@@ -154,11 +154,10 @@ def test_a_word_outside_the_vocabulary_is_spelled():
     assert tokenizer.decode(tokenizer("a zebra, 7 Ünïcödé 猫").input_ids) == "a zebra, 7 Ünïcödé 猫"
 
 
-def test_the_command_writes_a_folder(tmp_path, monkeypatch, capsys):
+def test_the_command_writes_a_folder(tmp_path, capsys):
     """python -m usp.demo tiny NAME DIR leaves a model and says how big it is."""
-    monkeypatch.setattr(sys, "argv", ["usp.demo", "tiny", "wan-t2v", str(tmp_path / "new" / "model")])
     with loggers_kept(), pytest.raises(SystemExit) as left:
-        cli.main(app, "usp.demo")
+        run_command_line(usp.demo.__main__, "tiny", "wan-t2v", str(tmp_path / "new" / "model"))
     assert not left.value.code
     assert capsys.readouterr().out.startswith("wan-t2v: ")
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["model"]
@@ -170,7 +169,7 @@ def test_an_unknown_name_lists_the_families(tmp_path, monkeypatch, capsys):
     """One sentence, exit code 2, nothing written."""
     monkeypatch.setattr(sys, "argv", ["usp.demo", "tiny", "wan", str(tmp_path / "model")])
     with loggers_kept(), pytest.raises(SystemExit) as left:
-        cli.main(app, "usp.demo")
+        cli.main(usp.demo.__main__.app, "usp.demo")
     assert left.value.code == 2
     sentence = f"there is no tiny pipeline 'wan'; use one of {', '.join(NAMES)}"
     assert capsys.readouterr() == ("", f"usp.demo: error: {sentence}\n")

@@ -18,7 +18,7 @@ def test_resumed_training_equals_unbroken_training(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(vae_stage, "CROP_BATCH", 1)
     monkeypatch.setattr(vae_stage, "_report", lambda run, step: None)
     runs = [
-        training.StageRun(work=tmp_path / name, name="vae", steps=3, save_every=2)
+        training.StageRun(work=tmp_path / name, name="vae", steps=4, save_every=2)
         for name in ("unbroken", "resumed")
     ]
     for run in runs:
@@ -38,7 +38,7 @@ def test_resumed_training_equals_unbroken_training(tmp_path: Path, monkeypatch: 
     vae_stage.train_vae(runs[1])
 
     unbroken, resumed = (torch.load(run.checkpoint) for run in runs)
-    assert unbroken["step"] == resumed["step"] == 3
+    assert unbroken["step"] == resumed["step"] == 4
     assert all(torch.equal(unbroken["ema"][name], resumed["ema"][name]) for name in unbroken["ema"])
     assert sorted(path.name for path in runs[1].work.iterdir()) == ["vae.pt"]
 

@@ -222,7 +222,10 @@ def shared(family: str, layout: str, guidance: float) -> tuple[Workload, list[in
     ("size", "family", "layout", "guidance"),
     [
         (2, "sd3", "cfg2", 0.0),
+        (3, "sd3", "cfg3", 3.0),
+        (2, "z-image", "cfg2", 0.0),
         (3, "z-image", "cfg3", 3.0),
+        (2, "wan-t2v", "cfg2", 3.0),
         (4, "wan-t2v", "cfg2 gather_kv2", 3.0),
     ],
 )
