@@ -113,12 +113,15 @@ def connect(
         return World(0, 1, env.local_rank, device, timeout_s=timeout_s)
     else:
         world = _join(device, env, backend, timeout_s)
-    if self_test and world.world_size > 1:
-        try:
+    try:
+        if self_test and world.world_size > 1:
             check_collectives(world)
-        except BaseException:
-            world.close()
-            raise
+        elif world.owned:
+            # gloo dials its peers while a group is made; one that leaves too early would pass for crashed
+            world.meet("joining the other ranks", timeout_s)
+    except BaseException:
+        world.close()
+        raise
     return world
 
 

@@ -127,7 +127,8 @@ def make_groups(config: ParallelConfig, *, rank: int, timeout_s: float = 600.0) 
     """The groups of `rank`; makes one communicator for each distinct set of ranks, the whole world's
     excepted.
 
-    Collective over the default group: every rank calls it with an equal config.
+    Collective over the default group: every rank calls it with an equal config. A rank may close them at
+    once: every link is up on both its ends by then.
     """
     made: dict[tuple[int, ...], Group] = {}
     mine: dict[str, Group] = {}
@@ -147,4 +148,9 @@ def _make_group(ranks: tuple[int, ...], config: ParallelConfig, rank: int, timeo
     if len(ranks) == config.world_size:
         return Group(ranks, place, dist.group.WORLD, config.transport)
     handle = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
-    return Group(ranks, place, handle if isinstance(handle, dist.ProcessGroup) else None, config.transport)
+    if not isinstance(handle, dist.ProcessGroup):
+        return Group(ranks, place, None, config.transport)
+    if torch.device("cpu") in handle._device_types:
+        # gloo dials its peers here, and to one that is still dialling, a peer that closes has crashed
+        dist.all_reduce(torch.zeros(1), group=handle)
+    return Group(ranks, place, handle, config.transport)

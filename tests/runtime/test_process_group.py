@@ -92,6 +92,7 @@ class Recorder:
         )
         monkeypatch.setattr(process_group, "_stores", lambda env, timeout_s: (store, store))
         monkeypatch.setattr(process_group, "gather_text", lambda *args: [])
+        monkeypatch.setattr(World, "meet", lambda *args: None)
         monkeypatch.setattr(process_group, "_backend_of", lambda device: device.backend)
         monkeypatch.setattr(dist, "init_process_group", self.init)
 
