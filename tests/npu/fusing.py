@@ -307,7 +307,7 @@ def shared(family: str, cell: families.Cell) -> tuple[np.ndarray, dict[str, int]
     """A family's latents, fused and over the ranks of a cell, and how often each operator ran for them."""
     with ParallelPipeline(families.pipeline_of(family, cell), cell.layout, fused="on") as pipe:
         simulated.reset_counts()
-        result = pipe(**families.call_of(family, cell), seed=SEED)
+        result = pipe(**families.call_of(family, cell, pipe.pipeline), seed=SEED)
     return bodies.host(result.frames if hasattr(result, "frames") else result.images), ran()
 
 

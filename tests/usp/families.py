@@ -133,13 +133,13 @@ def lora_for(name: str, model: nn.Module) -> dict[str, torch.Tensor]:
     return state
 
 
-def call_of(family: str, cell: Cell) -> dict[str, Any]:
-    """The call's arguments: two prompts of unlike length, each twice, if the cell is of a batch."""
+def call_of(family: str, cell: Cell, pipeline: Any) -> dict[str, Any]:
+    """The arguments of a call of this pipeline: two prompts of unlike length, each twice, in a batch."""
     call = {**tiny.call_arguments(family), **STEPS, "output_type": "latent"}
     if not cell.batch:
         return call
     call["prompt"] = [call["prompt"], "a square"]
-    if "num_images_per_prompt" in inspect.signature(type(tiny.build(family)).__call__).parameters:
+    if "num_images_per_prompt" in inspect.signature(type(pipeline).__call__).parameters:
         call["num_images_per_prompt"] = 2
     if "negative_prompt" in call:
         call["negative_prompt"] = [call["negative_prompt"], "blurry"]
@@ -174,7 +174,8 @@ def alone(family: str, cell: Cell) -> np.ndarray:
 
 @cache
 def _alone(family: str, cell: Cell) -> np.ndarray:
-    pipeline, call = pipeline_of(family, cell), call_of(family, cell)
+    pipeline = pipeline_of(family, cell)
+    call = call_of(family, cell, pipeline)
     if cell.cache is None:
         with small_references():
             return picture_of(pipeline(**call, generator=seeded(SEED)))
@@ -189,7 +190,7 @@ def together(family: str, cell: Cell) -> tuple[np.ndarray | None, str, list[str]
     def run() -> None:
         nonlocal found
         with small_references(), ParallelPipeline(pipeline, cell.layout, cache=cell.cache) as pipe:
-            found = picture_of(pipe(**call_of(family, cell), seed=SEED))
+            found = picture_of(pipe(**call_of(family, cell, pipeline), seed=SEED))
             assert pipe.report is not None
             reports.extend(branch["text"] for branch in pipe.report.cache.values())
 

@@ -24,6 +24,7 @@ from diffusers import AutoencoderKLWan, WanPipeline  # noqa: F401 (forked ranks 
 import usp.run
 from runtime.log import get_logger
 from tests.processes import (
+    LIMIT_S,
     Run,
     completed,
     fork,
@@ -471,7 +472,7 @@ AMID = re.compile(r" ([2-9]|\d\d+)/400 ")  # the bar: step 2 or later, since it 
 
 
 def wait_until(ready: Callable[[], bool]) -> None:
-    end = time.monotonic() + 90
+    end = time.monotonic() + LIMIT_S
     while not ready():
         assert time.monotonic() < end, "the ranks did not get there"
         time.sleep(0.05)
