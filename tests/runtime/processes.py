@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import torch
 
+from runtime.world import poll
+
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 60.0
 
@@ -109,10 +111,8 @@ def mark(folder: Path, rank: int) -> None:
 def wait_for_marks(folder: Path, size: int) -> list[int]:
     """Process ids of all ranks, once all have called `mark`."""
     files = [folder / f"mark-{rank}" for rank in range(size)]
-    end = time.monotonic() + LIMIT_S
-    while not all(file.exists() for file in files):
-        assert time.monotonic() < end, f"ranks did not start: {sorted(p.name for p in folder.iterdir())}"
-        time.sleep(0.05)
+    here = poll(lambda: all(file.exists() for file in files), LIMIT_S)
+    assert here, f"ranks did not start: {sorted(p.name for p in folder.iterdir())}"
     return [int(file.read_text()) for file in files]
 
 

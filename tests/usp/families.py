@@ -134,7 +134,7 @@ def lora_for(name: str, model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def call_of(family: str, cell: Cell, pipeline: Any) -> dict[str, Any]:
-    """The arguments of a call of this pipeline: two prompts of unlike length, each twice, in a batch."""
+    """The arguments of this pipeline's call; of a batch, two prompts of unlike length, each of them twice."""
     call = {**tiny.call_arguments(family), **STEPS, "output_type": "latent"}
     if not cell.batch:
         return call

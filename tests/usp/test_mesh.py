@@ -145,7 +145,7 @@ def made_and_closed(layout: str, times: int) -> int:
 
 
 def test_groups_may_be_closed_as_soon_as_they_are_made(ranks):
-    """No rank is still dialling when another hangs up, "Connection closed by peer": one time in fifteen."""
+    """No rank is still dialling when another hangs up: 7 of 10 tries of 50 rounds failed so before."""
     assert ranks(4).run(made_and_closed, "ulysses2 ring2", 40) == [40] * 4
 
 

@@ -23,6 +23,7 @@ from diffusers import AutoencoderKLWan, WanPipeline  # noqa: F401 (forked ranks 
 
 import usp.run
 from runtime.log import get_logger
+from runtime.world import poll
 from tests.processes import (
     LIMIT_S,
     Run,
@@ -472,10 +473,7 @@ AMID = re.compile(r" ([2-9]|\d\d+)/400 ")  # the bar: step 2 or later, since it 
 
 
 def wait_until(ready: Callable[[], bool]) -> None:
-    end = time.monotonic() + LIMIT_S
-    while not ready():
-        assert time.monotonic() < end, "the ranks did not get there"
-        time.sleep(0.05)
+    assert poll(ready, LIMIT_S), "the ranks did not get there"
 
 
 def test_b07_ctrl_c_on_the_launcher_ends_three_ranks(tmp_path):
